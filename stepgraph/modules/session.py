@@ -25,7 +25,7 @@ from stepgraph.pair.proof import AuditTurns
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.shared import PairSession, live_sessions
 from stepgraph.session.limits import weigh_changes
-from stepgraph.session.messages import warn_misspelt, warn_operations_changed
+from stepgraph.session.messages import warn_misspelt, warn_operations_changed, warn_other_answer
 from stepgraph.session.session import Session
 from stepgraph.signature.ambient import changed_flags
 from stepgraph.tracebacks import entry_point
@@ -89,6 +89,11 @@ class ModuleSession(PairSession):
         if found is None:
             return True
         target.raise_if_strict(found.why)
+        if found.is_answer:  # eager this time: the graphs may be right again at the next call
+            site.manager.eager_reasons[f"another answer to what it asks of {', '.join(found.names)}"] += 1
+            if found.difference is not None:
+                warn_other_answer(target.name, found.changes, "module", "run eagerly")
+            return False
         since = self.turns.since
         often = self._recapture(site, found.why, found.names)  # eager in this round, and captured again after it
         if found.difference is not None:

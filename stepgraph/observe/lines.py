@@ -53,6 +53,18 @@ def line_of_change(
     return next((place for place in found if (place.file, place.line) in lines), None)
 
 
+def line_of_use(name: str, ran: Iterable[CodeType]) -> Location | None:
+    """Return the first line of the user's that loads a value of this name, as messages spell it, or None."""
+    found = re.findall(r"\w+", name.partition(" (")[0])
+    last = found[-1] if found else ""
+
+    def uses(line: list[dis.Instruction]) -> bool:
+        return any(one.opname.startswith("LOAD_") and one.argval == last for one in line)
+
+    codes = [code for code in ran if is_users_code(code) and not is_installed(code.co_filename)]
+    return next((place for code in codes for place in _lines(code, uses)), None)
+
+
 def line_of_return(function: Callable[..., Any]) -> Location | None:
     """Return the line of a function's only `return`, or None if it is not known."""
     found = functions_behind(function) or functions_behind(type(function).__call__)

@@ -265,7 +265,6 @@ class Log:
                 begin = end
         return replace(self, notes=notes + self.notes[begin * FIELDS :], sections=()) if begin else self
 
-
     def operations(self) -> Log:
         """The log without its events: the same program in another process has other objects."""
         notes = array("I")

@@ -103,7 +103,10 @@ class KeptState:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._before = [
-            (optimizer, {p: (inner, dict(inner)) for p, inner in dict.items(optimizer.state) if isinstance(inner, dict)})
+            (
+                optimizer,
+                {p: (inner, dict(inner)) for p, inner in dict.items(optimizer.state) if isinstance(inner, dict)},
+            )
             for optimizer in optimizers
         ]
 

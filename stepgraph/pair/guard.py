@@ -1,12 +1,14 @@
 """A `SiteGuard` decides whether the graphs of one kind of call may still be replayed.
 
-It asks the guards of the module first. If a value that the module's code reads has changed, the call is recorded again,
-and its operations are compared with those of the graph. The same is done if an audit is due. Equal operations mean that
-the change has no effect. A value that keeps changing without effect is no longer watched.
+It asks the guards of the module first. If a value that the module's code reads has changed, the call is recorded again
+and compared with the graph. The same is done if an audit is due. Equal recordings mean that the change has no effect.
+What the module asks of a number is noted meanwhile (`values.decisions`): as long as the answers are the same, further
+changes of it need no audit, and with other answers the calls run eagerly.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +20,9 @@ from stepgraph.guards.model import ModelGuard
 from stepgraph.guards.protocol import Change, FastCheck, GuardSet, Remedy, told
 from stepgraph.guards.random_names import NamesGuard
 from stepgraph.oplog import Difference
-from stepgraph.session.proof import Harmless
+from stepgraph.session.limits import REPLAYS_THAT_PAY
+from stepgraph.session.proof import Restless
+from stepgraph.values.decisions import Trace, undecided
 from stepgraph.values.watch import Watch
 
 
@@ -33,6 +37,8 @@ class Finding:
     """Values that the module's code can name."""
     difference: Difference | None = None
     """The first operation that has changed."""
+    is_answer: bool = False
+    """True if all that has changed is an answer to what the module asks of a number: the graphs may be right again."""
 
 
 class SiteGuard:
@@ -50,9 +56,10 @@ class SiteGuard:
         """`inside` are the parameters whose gradients the graphs accumulate. `before` guarded earlier graphs."""
         self._values, self._model = values, model
         self._guards = GuardSet((model, ParameterHooksGuard(inside, spell), values, *names))
-        self._harmless: Harmless = Harmless() if before is None else before._harmless
-        values.drop(self._harmless.names)
+        self._restless: Restless = Restless() if before is None else before._restless
         self._fast, self._checks, self._agreed = FastCheck(), 0, 0
+        self._refused, self._refused_at = 0, -1
+        """Calls in a row with an answer for which the graphs are wrong, and the check of the last one."""
 
     def holds(self) -> bool:
         """One fast check that nothing changed; False is inconclusive."""
@@ -61,20 +68,31 @@ class SiteGuard:
 
     def look(self, differs: Callable[[], Difference | None], *, audited: bool) -> Finding | None:
         """Find a reason not to replay. `differs` records the call again and compares; `audited`: in any case."""
-        changes = self._guards.changed()
+        changes, answers = self._guards.changed(), self._values.answers
         if changes and changes[0].remedy is not Remedy.AUDIT:
             return Finding(told(changes), (told(changes),))
         if not changes and not audited:
             self._fast.write(self._guards.expect, self._checks)
             return None
-        found = differs()
+        names = tuple(change.name for change in changes)
+        if answers.are_refused() and not self._is_refused_for_long():
+            return Finding(told(changes), names, changes, is_answer=True)
+        trace = Trace(self._values.traceable(changes))
+        found, is_traced = _compare(differs, trace)
         if found is None:
-            self.agree(changes)
-            return None
+            return self.agree(changes, trace if is_traced else None)
         if not changes:
-            self._harmless.suspect()
             return Finding(str(found), (str(found.where or found.operation),), (), found)
-        return Finding(told(changes), tuple(change.name for change in changes), changes, found)
+        is_answer = is_traced and not undecided(changes, trace)
+        if is_answer:
+            answers.refuse(trace.decisions())
+        return Finding(told(changes), names, changes, found, is_answer)
+
+    def _is_refused_for_long(self) -> bool:
+        """Count a call with an answer for which the graphs are wrong. Return True after many in a row."""
+        self._refused = self._refused + 1 if self._refused_at == self._checks - 1 else 1
+        self._refused_at = self._checks
+        return self._refused > REPLAYS_THAT_PAY
 
     def changed_model(self) -> str | None:
         """Describe what changed in the model since the capture, or return None."""
@@ -89,20 +107,40 @@ class SiteGuard:
         """The names of all values in reach."""
         return self._values.labels
 
-    def agree(self, changes: Sequence[Change] = ()) -> None:
+    def agree(self, changes: Sequence[Change] = (), trace: Trace | None = None) -> Finding | None:
         """Note that a new recording was the same although these values have changed.
 
-        The module's code has run once more, so the watch expects the present values from now on.
+        The module's code has run once more, so the watch expects the present values from now on. Return a reason not
+        to replay all the same: a value changes so often that audits cost more than a graph gains.
         """
-        self._harmless.add(changes, self._checks - self._agreed)
+        if trace is not None:
+            self._values.answers.agree(trace.decisions(), self._values.noted)
+        self._restless.add(undecided(changes, trace), self._checks - self._agreed)
         self._agreed = self._checks
-        self._values.drop(self._harmless.names)
-        if self._values.changed():
+        if self._values.changed() or trace is not None:
             self._values.renew()
         self._fast.drop()
+        names = self._restless.names
+        if not names:
+            return None
+        return Finding(f"a value changes at almost every call: {', '.join(names)}", tuple(names))
 
     @property
     def unlooked(self) -> str | None:
         """A sentence about the values that are not watched."""
-        found = [told for told in (self._values.unlooked, self._harmless.sentence) if told is not None]
-        return "; ".join(found) or None
+        return self._values.unlooked
+
+
+def _compare(differs: Callable[[], Difference | None], trace: Trace) -> tuple[Difference | None, bool]:
+    """Compare, first with stand-ins for numbers that have changed. Return the difference, and whether they tell why.
+
+    A recording with stand-ins that differs, or fails, is made again without: only then it counts.
+    """
+    traced: Difference | None = None
+    if trace.places:
+        with contextlib.suppress(Exception), trace:
+            traced = differs()
+            if traced is None:
+                return None, True
+    found = differs()
+    return found, traced is not None and found == traced

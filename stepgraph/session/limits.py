@@ -41,8 +41,13 @@ class Changes:
         """Count changes after so many replays. Return the names that change too often: then a pause begins."""
         self._counted, often = weigh_changes(self._counted, names, replays)
         if often:
-            self._left = self.pause = 2 * self.pause or REPLAYS_THAT_PAY
+            self.rest()
         return often
+
+    def rest(self) -> int:
+        """Begin a pause, twice as long as the last one. Return its calls."""
+        self._left = self.pause = 2 * self.pause or REPLAYS_THAT_PAY
+        return self.pause
 
     def is_pause_over(self) -> bool:
         """Count an eager call. Return True once, after the last one of a pause."""

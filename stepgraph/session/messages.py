@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence
+from types import CodeType
 
 import torch
 
@@ -11,6 +12,7 @@ from stepgraph.errors import InvalidArgument, SignatureMismatch, StateChanged, n
 from stepgraph.frames import warn_user
 from stepgraph.guards.protocol import Change
 from stepgraph.observe.eager_call import to_ignore
+from stepgraph.observe.lines import line_of_use
 from stepgraph.oplog import Difference as OperationDifference
 from stepgraph.signature import Difference, Signature, find_differences
 
@@ -77,6 +79,34 @@ def warn_operations_changed(
             "operations.\nWhy: a replay runs no Python. A value that the code reads has changed, and the watch cannot "
             f"see it (docs/equality.md).\nFix: {PASS_IT}, or keep it where the code of the {whose} can name it."
         )
+
+
+def keeps_changing(step: str, names: Sequence[str], ran: Iterable[CodeType]) -> StateChanged:
+    """Make the error for values that change so often that each change cannot be audited."""
+    codes = list(ran)
+    where = next((line for name in names if (line := line_of_use(name, codes)) is not None), None)
+    return StateChanged(
+        f"{step}: a value that the step can read changes at almost every call: {', '.join(names)}",
+        rule="host-value",
+        where=where,
+        why="its changes had no effect so far, which proves nothing about the next one, and what the step does with "
+        "it could not be traced. To compare at each change costs more than a graph gains.",
+        fix=f"pass what the step decides by it as an argument (`last=True`), or, if nothing depends on it, "
+        f"{to_ignore(names)}.",
+    )
+
+
+def warn_other_answer(step: str, changes: Sequence[Change], whose: str, calls: str) -> None:
+    """Warn that a step or module has decided otherwise about a host value than when it was captured.
+
+    `calls` says how calls with another answer go on.
+    """
+    warn_user(
+        f"{step}: a value that the {whose} reads has changed since capture   [host-value]\n  "
+        + "\n  ".join(map(str, changes))
+        + f"\nThe {whose} decides by it: calls with another answer {calls}."
+        + f"\nFix: {PASS_IT}, or, if nothing depends on it, {to_ignore([change.name for change in changes])}."
+    )
 
 
 def _paused(calls: int) -> str:

@@ -18,7 +18,7 @@ import enum
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +42,9 @@ _LONGEST_PERIOD = 50_000
 """Most replays between two audits. The cost of an audit is small beside that many steps."""
 NEVER = -1
 _FREE_AUDITS = 8
-_CALLS_PER_AUDIT = 128
-"""Audits that changes of one value may cause: so many, and one more for each so many calls."""
+_CALLS_PER_AUDIT = 16
+"""Audits that changes of one value may cause: so many, and one more for each so many calls. More cost more than a graph
+gains."""
 
 
 def next_audit(audit: str | int, replays: int) -> int:
@@ -98,37 +99,30 @@ class CallProof:
     """Optimizers and scalers that run between graphs: an eager log has their work, and the recording has not."""
 
 
-class Harmless:
-    """Names of values that keep changing without effect on the operations: they are no longer watched.
+class Restless:
+    """Counts the audits that changes of a value have caused, though its changes had no effect so far.
 
-    One change without effect proves little: `if epoch >= 3` ignores the first two. So each change is audited, unless
-    that would cost too much: a value that changes at each call is dropped after a few audits.
+    That proves nothing about the next change, and what the step does with the value could not be traced
+    (`values.decisions`). So each change is audited. Where that costs more than a graph gains, calls stay eager for a
+    while: the value is not dropped.
     """
 
     def __init__(self) -> None:
-        self.names: set[str] = set()
         self._changes: Counter[str] = Counter()
         self._calls = 0
-        self._suspects: set[str] = set()
+        self.names: list[str] = []
+        """The values that change too often, as of the last comparison."""
+        self.told: set[str] = set()
+        self.paused: set[str] = set()
+        """Values that a warning has named: because an answer was another one, and because calls rest."""
 
     def add(self, changes: Iterable[Change], calls: int = 0) -> None:
-        """Add values that changed while the operations did not. `calls` have run since the last comparison."""
-        self._changes.update(change.name for change in changes)
+        """Add values that changed while the recording did not. `calls` have run since the last comparison."""
+        names = {change.name for change in changes}
+        self._changes.update(names)
         self._calls += calls
         most = _FREE_AUDITS + self._calls // _CALLS_PER_AUDIT
-        self.names |= {change.name for change in changes if self._changes[change.name] > most} - self._suspects
-
-    @property
-    def sentence(self) -> str | None:
-        """What a report says about them."""
-        if not self.names:
-            return None
-        return f"changes too often to be watched, and had no effect so far: {', '.join(sorted(self.names))}"
-
-    def suspect(self) -> None:
-        """Watch all of them again, for good, since the operations changed while no watched value did."""
-        self._suspects |= self.names
-        self.names.clear()
+        self.names = sorted(name for name in names if self._changes[name] > most)
 
 
 class NotWarm(Exception):

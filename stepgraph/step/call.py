@@ -33,6 +33,7 @@ from stepgraph.signature import Signature
 from stepgraph.step.arguments import StepArguments
 from stepgraph.step.chain import Chain
 from stepgraph.tree import Structure, unflatten
+from stepgraph.values.parts import Place
 from stepgraph.values.watch import Watch
 
 _grad = operator.attrgetter("grad")
@@ -206,6 +207,8 @@ class CapturedCall:
         self, signature: Signature, replay: Replay, start: StartState, guards: Guards, proof: CallProof
     ) -> None:
         self.signature, self.parts, self.start, self.proof = signature, replay, start, proof
+        self.answers = guards.values.answers
+        """The answers to what the recording has asked of host values."""
         self.replays = 0
         self.flags, self.hand_out = replay.flags, replay.hand_out
         pairs = (*replay.chain.final, *replay.carried_in)
@@ -215,6 +218,18 @@ class CapturedCall:
         self._fast = FastCheck()
         self.straight = replay.straight() if start.may_be_steady else None
         """The replay of an untouched call as one function (`Replay.straight`), or None."""
+
+    def fits(self) -> bool:
+        """Check that the state at the start of this call is the one before the capture, and no answer another."""
+        return self.start.fits() and not self.answers.are_refused()
+
+    def traceable(self, changes: Sequence[Change]) -> list[Place]:
+        """Return the places to trace in a new recording: the changed numbers, and those traced before."""
+        return self._guards.values.traceable(changes)
+
+    def noted(self, place: Place) -> Any:
+        """Return the value of a place that the graph was recorded with."""
+        return self._guards.values.noted(place)
 
     def own_changes(self, known: Sequence[Change]) -> list[Change]:
         """Return the user's values that the step itself changed in one more run, except those `known` before.

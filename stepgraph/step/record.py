@@ -30,7 +30,7 @@ from stepgraph.observe.lines import line_of_return
 from stepgraph.observe.nonfinite import Flags
 from stepgraph.observe.own_changes import ModelState
 from stepgraph.observe.step_objects import StepObjects, numbered
-from stepgraph.oplog import Log
+from stepgraph.oplog import Difference, Log, first_difference
 from stepgraph.optim.effects import refuse_unknown_results
 from stepgraph.optim.optimizer import (
     HostCounters,
@@ -50,8 +50,8 @@ from stepgraph.rng.tracker import tracker_for
 from stepgraph.session.failure import refuse_changed_container
 from stepgraph.session.proof import (
     CallProof,
-    Harmless,
     NotWarm,
+    Restless,
     Shown,
     StepLogs,
     next_audit,
@@ -72,8 +72,19 @@ from stepgraph.step.warmup import (
     own_change,
     surroundings,
 )
-from stepgraph.tree import Structure, changed_containers, flatten, unflatten
+from stepgraph.tree import Structure, changed_containers, unflatten
+from stepgraph.values.decisions import Answers, Trace, undecided, without_stand_ins
 from stepgraph.values.watch import Watch
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What to note while the step's Python runs in a recording, besides its operations."""
+
+    at_code: bool = True
+    """Which code runs, since it may have changed."""
+    trace: Trace | None = None
+    """What is asked of host values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +131,18 @@ class Recorded:
         return [*self.outside, *self.made.scalers.between]
 
 
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """A captured call, recorded again and compared."""
+
+    recorded: Recorded
+    has_new: bool
+    """Whether it touches new modules, parameters or optimizers."""
+    found: Difference | None
+    trace: Trace | None
+    """What it has asked of host values, if that is known."""
+
+
 class StepCapture:
     """Records one signature of a step."""
 
@@ -128,7 +151,7 @@ class StepCapture:
         self._session, self._options = session, options
         self._events = RegistrationEvents()
         self.logs = StepLogs()
-        self.harmless = Harmless()
+        self.restless = Restless()
         self.moved: dict[int, str] = {}
         """Why optimizers were moved out of the graph, by id."""
         self.reached: Reached | None = None
@@ -170,13 +193,28 @@ class StepCapture:
         for obstacle in site.obstacles.values():
             raise obstacle.error(self.name)
         self._check_warm(site, ahead=ahead)
-        recorded = self.record(site, given, raise_held)
+        if not ahead and (places := site.traceable()):
+            trace = Trace(places)
+            with contextlib.suppress(Exception), site.learnt.unsurprised():
+                found = self._record_and_keep(site, given, raise_held, Look(trace=trace))
+                self._refuse_own(site, trace)
+                return found
+            self._refuse_own(site, trace)
+            if site.predicates.learn(trace.decisions()):  # the eager call before may have been of another kind
+                raise NotWarm
+        return self._record_and_keep(site, given, raise_held, Look(), ahead=ahead)
+
+    def _record_and_keep(
+        self, site: Site, given: CallArgs, raise_held: Callable[[], None], look: Look, *, ahead: bool = False
+    ) -> CapturedCall:
+        recorded = self.record(site, given, raise_held, look=look)
         try:
-            proof = self._prove(site, recorded, ahead=ahead)
+            proof = self._prove(site, recorded, look, ahead=ahead)
         except BaseException:
             recorded.made.drop()
             raise
-        return self.keep(site, recorded, proof, ahead=ahead)
+        answers = Answers(look.trace.decisions() if look.trace is not None else None)
+        return self.keep(site, recorded, proof, answers, ahead=ahead)
 
     def record(
         self,
@@ -184,7 +222,7 @@ class StepCapture:
         given: CallArgs,
         raise_held: Callable[[], None],
         *,
-        looks_on: bool = True,
+        look: Look = Look(),
         is_again: bool = False,
     ) -> Recorded:
         """Record the step for these inputs. Nothing takes effect, and a failure restores everything.
@@ -214,7 +252,7 @@ class StepCapture:
                 with replicas.recording(self._session.drop_graphs):
                     made = self._record(
                         *(site, given.structure, inputs.leaves, inside, outside, objects),
-                        looks_on=looks_on,
+                        look=look,
                         moves_gradients=is_again and not replicas.is_needed,
                     )
             finally:
@@ -224,7 +262,7 @@ class StepCapture:
             if leaving:
                 made.drop()
                 self.moved.update(leaving)
-                return self.record(site, given, raise_held, looks_on=looks_on, is_again=is_again)
+                return self.record(site, given, raise_held, look=look, is_again=is_again)
             if has_other_state:
                 made.drop()
                 self._surprised(site, own_change(self.name, "makes new state of an optimizer at each call"))
@@ -264,23 +302,56 @@ class StepCapture:
             raise Obstacle("kept-tensor", what, ignored).error(self.name)
 
     def record_again(
-        self, site: Site, given: CallArgs, raise_held: Callable[[], None], *, looks_on: bool
+        self, site: Site, given: CallArgs, raise_held: Callable[[], None], look: Look
     ) -> tuple[Recorded, bool]:
-        """Record a captured call again. Also return whether it touches new modules, parameters or optimizers.
-
-        `looks_on`: note again which code runs, since it may have changed.
-        """
+        """Record a captured call again. Also return whether it touches new modules, parameters or optimizers."""
         known = site.touched.known()
         found = _WithGradients(known)
         whole = site.with_objects(self._function)
         try:
             with discovering(found, whole, (), lambda optimizer: None):
-                recorded = self.record(site, given, raise_held, looks_on=looks_on, is_again=True)
+                recorded = self.record(site, given, raise_held, look=look, is_again=True)
         finally:
             found.put_back()
         found.let_go(known)  # objects made by the recording itself are not new
         inputs = {id(leaf) for leaf in (*given.leaves, *recorded.inputs.leaves)}
         return recorded, bool(found.known() - known - inputs)
+
+    def audit(
+        self,
+        site: Site,
+        call: CapturedCall,
+        given: CallArgs,
+        raise_held: Callable[[], None],
+        trace: Trace,
+        *,
+        at_code: bool,
+    ) -> Audit:
+        """Record a captured call again and compare, first with stand-ins for numbers that have changed.
+
+        A recording with stand-ins that differs, or fails, is made again without: only then it counts.
+        """
+        log, traced = call.proof.log, None
+        if trace.places:
+            with contextlib.suppress(Exception), site.learnt.unsurprised():
+                recorded, has_new = self.record_again(site, given, raise_held, Look(at_code=at_code, trace=trace))
+                if first_difference(log, recorded.made.log) is None:
+                    return Audit(recorded, has_new, None, trace)
+                recorded.made.drop()
+                traced = recorded.made.log
+        recorded, has_new = self.record_again(site, given, raise_held, Look(at_code=at_code))
+        found = first_difference(log, recorded.made.log)
+        is_same = traced is not None and first_difference(traced, recorded.made.log) is None
+        return Audit(recorded, has_new, found, trace if is_same else None)
+
+    def _refuse_own(self, site: Site, trace: Trace) -> None:
+        """Refuse a step that depends on a value of a library's that it changes itself: a replay does not change it."""
+        asked = trace.asked()
+        found = [change for place, change in site.eager.own_changes if place is not None and place.spot in asked]
+        if found:
+            names = tuple(change.name for change in found)
+            what = f"the step itself changes {told(found)}"
+            raise Obstacle("host-value", what, names).error(self.name)
 
     def _check_warm(self, site: Site, *, ahead: bool) -> None:
         """Before a recording: raise `NotWarm` if the model changed since the last eager call, or there was none.
@@ -297,8 +368,8 @@ class StepCapture:
             for change in guard.changed():
                 self.moved.setdefault(id(change.subject), str(change))
 
-    def _prove(self, site: Site, recorded: Recorded, *, ahead: bool) -> CallProof:
-        """Compare a recording with the eager calls of its kind. Values that changed without effect become harmless."""
+    def _prove(self, site: Site, recorded: Recorded, look: Look, *, ahead: bool) -> CallProof:
+        """Compare a recording with the eager calls of its kind."""
         log, due = recorded.made.log, next_audit(self._options.audit, 0)
         eager = site.eager.logs.of(recorded.kind)
         if not eager:
@@ -309,17 +380,18 @@ class StepCapture:
         except NotWarm:
             raise NotWarm(values=changed) from None
         if verdict.found is not None:
-            if changed:
+            if changed or look.trace is not None:
                 raise NotWarm(values=changed)
             if verdict.between is not None:
                 self._surprised(site, varying_operations(self.name, verdict.between))
             if self._options.strict:
                 raise other_path(self.name, verdict.found)
-        self.harmless.add(changed)
         shown = Shown.EQUAL if verdict.found is None else Shown.OTHER_PATH
         return CallProof(log, shown, due, verdict.found, between=recorded.between)
 
-    def keep(self, site: Site, recorded: Recorded, proof: CallProof, *, ahead: bool = False) -> CapturedCall:
+    def keep(
+        self, site: Site, recorded: Recorded, proof: CallProof, answers: Answers, *, ahead: bool = False
+    ) -> CapturedCall:
         """Make a recording take effect. `ahead`: it is for a later call, and every `.grad` stays unchanged."""
         made = recorded.made
         site.learnt.surprises = 0
@@ -334,7 +406,7 @@ class StepCapture:
         scalers = [] if site.learnt.cut_scalers else recorded.scalers
         guards = Guards(
             (self._model_guard(site, steady=parameters), *map(ParametersGuard, site.touched.all_optimizers)),
-            self._watch(site, recorded.outside, made.read.found),
+            self._watch(site, recorded.outside, made.read.found, answers),
             (
                 *(StateGuard(o) for o in (*inside, *made.read.states.values())),
                 *(ScalerGuard(s) for s in scalers),
@@ -354,29 +426,34 @@ class StepCapture:
         start = StartState(recorded.signature, modules, parameters, replay, recorded.random, recorded.replicas)
         return CapturedCall(recorded.signature, replay, start, guards, proof)
 
-    def agree(self, site: Site, call: CapturedCall, recorded: Recorded, changes: Sequence[Change]) -> None:
+    def agree(
+        self, site: Site, call: CapturedCall, recorded: Recorded, changes: Sequence[Change], trace: Trace | None
+    ) -> None:
         """Drop a new recording that equals the graph's: `changes` had no effect on it.
 
         The step's code has run once more, so the watch starts again from the present values.
         """
         recorded.made.drop()
-        self.harmless.add(changes, call.replays - call.proof.agreed)
-        call.watch(self._watch(site, recorded.outside, recorded.made.read.found))
+        if trace is not None:
+            call.answers.agree(trace.decisions(), call.noted)
+        self.restless.add(undecided(changes, trace), call.replays - call.proof.agreed)
+        call.watch(self._watch(site, recorded.outside, recorded.made.read.found, call.answers))
         call.proof.agreed, call.proof.due = call.replays, next_audit(self._options.audit, call.replays)
 
-    def _watch(self, site: Site, outside: Sequence[Optimizer], read: Reads | None = None) -> Watch:
-        ignore = (*self._options.ignore, *self.harmless.names)
+    def _watch(
+        self, site: Site, outside: Sequence[Optimizer], read: Reads | None = None, answers: Answers | None = None
+    ) -> Watch:
         whole, touched = site.with_objects(self._function), site.touched
-        return Watch(whole, ignore, touched.named_modules, read, outside, touched.ran)
+        return Watch(whole, self._options.ignore, touched.named_modules, read, outside, touched.ran, answers)
 
     def whole(self, site: Site) -> Callable[..., Any]:
         """Return the step with all objects that a watch looks into."""
         return site.with_objects(self._function)
 
     @property
-    def unwatched(self) -> tuple[Collection[str], Collection[str], str | int]:
-        """The names that the user ignores, those that change too often to be watched, and `audit=`."""
-        return self._options.ignore, self.harmless.names, self._options.audit
+    def unwatched(self) -> tuple[Collection[str], str | int]:
+        """The names that the user ignores, and `audit=`."""
+        return self._options.ignore, self._options.audit
 
     def look(self, site: Site) -> None:
         """After an eager call: note the state that must not change before the step is recorded."""
@@ -411,7 +488,7 @@ class StepCapture:
         outside: Sequence[Optimizer],
         objects: Sequence[Any],
         *,
-        looks_on: bool,
+        look: Look,
         moves_gradients: bool,
     ) -> _Recording:
         recorder = ChainRecorder(self._session, self._options.generators)
@@ -441,7 +518,7 @@ class StepCapture:
                     try:
                         args, kwargs = unflatten(structure, leaves)  # new for each recording, as for each eager call
                         recorder.begin(grads)
-                        outputs, log = self._logged(site, leaves, args, kwargs, looks_on=looks_on)
+                        outputs, log = self._logged(site, leaves, args, kwargs, look)
                         refuse_unknown_results(outputs.plain_values)
                         changed = changed_containers(structure, leaves, (args, kwargs), site.sign().arguments)
                         refuse_changed_container(changed or changed_attributes(site.with_keys(leaves)))
@@ -466,17 +543,20 @@ class StepCapture:
         return GradCapture(*known, hold=site.learnt.hold_grads, has_addresses=moves)
 
     def _logged(
-        self, site: Site, leaves: Sequence[Any], args: Any, kwargs: Any, *, looks_on: bool
+        self, site: Site, leaves: Sequence[Any], args: Any, kwargs: Any, look: Look
     ) -> tuple[StaticOutputs, Log]:
-        """Run the step, and note which operations run; with `looks_on` note also which code runs."""
-        device = self._session.backend.device
-        looking_on = site.touched.ran.noting() if looks_on else contextlib.nullcontext()
+        """Run the step, and note which operations run, and what else there is to look at."""
+        device, ran = self._session.backend.device, site.touched.ran
         ignored = tensors_in(site.with_objects(self._function), self._options.ignore)
         arguments = site.arguments_with_grad(leaves)
-        with looking_on, self.logs.noting(leaves, site.touched, device, ignored, arguments) as log:
+        with (
+            ran.noting() if look.at_code else contextlib.nullcontext(),
+            self.logs.noting(leaves, site.touched, device, ignored, arguments) as log,
+            look.trace or contextlib.nullcontext(),
+        ):
             result = self._function(*args, **kwargs)
             log.note_result(result)
-        return StaticOutputs(detached(result)), log.finish()
+        return StaticOutputs(detached(without_stand_ins(result))), log.finish()
 
     def _late(self, site: Site, optimizer: Optimizer) -> NoReturn:
         if any(optimizer is known for known in site.touched.optimizers):

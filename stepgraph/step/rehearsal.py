@@ -24,7 +24,7 @@ from stepgraph.session.interrupt import interrupts_held
 from stepgraph.signature import leaf_keys
 from stepgraph.step.call import CallArgs, CapturedCall
 from stepgraph.step.chain import GraphLink
-from stepgraph.step.record import StepCapture
+from stepgraph.step.record import Look, StepCapture
 from stepgraph.step.site import Site
 
 
@@ -89,16 +89,13 @@ class Rehearsal:
 
     def is_ignored(self, name: str) -> bool:
         """Check whether the guards leave out this value although they reach it."""
-        ignored, harmless, _ = self._capture.unwatched
-        return name in ignored or name in harmless
+        return name in self._capture.unwatched[0]
 
     def why_not_watched(self, name: str) -> str:
         """Say why the guards do not report a change of this value, and when it is found instead."""
-        ignored, harmless, audit = self._capture.unwatched
+        ignored, audit = self._capture.unwatched
         if name in ignored:
             why = "it is named in `ignore=`"
-        elif name in harmless:
-            why = "it changed too often to be watched"
         else:
             why = "the watch cannot reach it"
         return f"{why}; " + ("audit=False: nothing finds a change" if audit is False else "a change waits for an audit")
@@ -123,7 +120,7 @@ class Rehearsal:
         self._capture.moved = dict.fromkeys(self._outside, "as in the graph in use") | moved
         try:
             with interrupts_held() as raise_held:
-                recorded, _ = self._capture.record_again(site, given, raise_held, looks_on=False)
+                recorded, _ = self._capture.record_again(site, given, raise_held, Look(at_code=False))
                 try:
                     links = recorded.made.chain.links
                     nodes = tuple(link.graph.read_nodes() for link in links if isinstance(link, GraphLink))

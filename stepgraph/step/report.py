@@ -114,9 +114,8 @@ def report_of(
     counts: Counts,
     optimizers: dict[str, str],
     options: StepOptions,
-    unwatched: str | None,
 ) -> Report:
-    """Make the report of a captured step; `unwatched` is a sentence about values that are not watched any longer."""
+    """Make the report of a captured step."""
     calls = [call for site in sites for call in site.calls]
     return Report(
         step=step,
@@ -138,18 +137,17 @@ def report_of(
         outlines=tuple(call.signature.describe(brief=True) for call in calls),
         chains=tuple(call.parts.chain.describe() for call in calls),
         optimizers=optimizers,
-        equality=_equality(sites, options, unwatched) if calls else _NOT_COMPARED if counts.replays else None,
+        equality=_equality(sites, options) if calls else _NOT_COMPARED if counts.replays else None,
         guards="Python" if native_row() is None else "C++",
     )
 
 
-def _equality(sites: Sequence[Site], options: StepOptions, unwatched: str | None) -> str:
+def _equality(sites: Sequence[Site], options: StepOptions) -> str:
     """Describe what is known about equality with eager, and by which check."""
     by_outcome = Counter(call.proof.shown for site in sites for call in site.calls)
     facts = [_SHOWN[shown].format(count, "" if count == 1 else "s") for shown, count in by_outcome.items()]
     facts += sorted({call.unlooked or "" for site in sites for call in site.calls} - {""})
-    facts += [unwatched] if unwatched is not None else []
-    left = sorted({name for site in sites for name in site.eager.own_changes})
+    left = sorted({change.name for site in sites for _, change in site.eager.own_changes})
     if left:
         more = f" and {len(left) - _MAX_NAMED} more" if len(left) > _MAX_NAMED else ""
         facts.append(f"replays leave alone what a library counts: {', '.join(left[:_MAX_NAMED])}{more}")

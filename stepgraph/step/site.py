@@ -7,6 +7,7 @@ and may differ between train and eval. So each graph has its own list of modules
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections import Counter
@@ -21,7 +22,7 @@ from stepgraph.errors import Location
 from stepgraph.frames import is_users
 from stepgraph.guards.hooks import with_hooks
 from stepgraph.guards.optimizer import NumbersGuard
-from stepgraph.guards.protocol import GuardSet
+from stepgraph.guards.protocol import Change, GuardSet
 from stepgraph.observe.ddp import flags_of_replicas
 from stepgraph.observe.eager_call import Obstacle
 from stepgraph.observe.step_objects import StepObjects, numbered
@@ -33,6 +34,8 @@ from stepgraph.signature.fast_match import FastMatch
 from stepgraph.signature.memory import keys_apart
 from stepgraph.step.call import CapturedCall
 from stepgraph.tree import Structure
+from stepgraph.values.decisions import Predicates
+from stepgraph.values.parts import Place
 from stepgraph.values.watch import Watch
 
 _MAX_SURPRISES = 3
@@ -68,7 +71,7 @@ class LastEager:
         self.results: dict[Hashable, tuple[object, list[object]]] = {}
         """The static part of the results, by kind of call."""
         self.logs = EagerLogs()
-        self.own_changes: set[str] = set()
+        self.own_changes: list[tuple[Place | None, Change]] = []
         """Values of libraries that a call changes: replays do not change them."""
 
 
@@ -88,6 +91,15 @@ class Learnt:
     """DDPs, by id, that were given new accumulators."""
     surprises: int = 0
     """Recordings in a row that have shown what no eager call has."""
+
+    @contextlib.contextmanager
+    def unsurprised(self) -> Iterator[None]:
+        """Do not count surprises in this block: the recording is made again."""
+        before = self.surprises
+        try:
+            yield
+        finally:
+            self.surprises = min(before, self.surprises)
 
     def may_be_surprised(self) -> bool:
         """Count a surprise; return False if there were too many in a row, since such a step never gets warm."""
@@ -127,6 +139,10 @@ class Site:
         """Changes that came so soon after a capture that the capture did not pay."""
         self.learnt = Learnt()
         self.eager = LastEager()
+        self.predicates = Predicates()
+        """What the step asks of host values."""
+        self.new_answers = 0
+        """Audits that have found another answer."""
         self.effects = OptimizerEffects()
         """Effects of the optimizers in the last eager call, besides their update."""
         self.obstacles: dict[str, Obstacle] = {}
@@ -148,9 +164,12 @@ class Site:
         )
 
     def kind(self) -> Hashable:
-        """Return the key that distinguishes calls of this site: modes, parameters with gradients, flags of DDP."""
-        signature = self.sign()
-        return signature.training, signature.no_grad, flags_of_replicas(self.touched.all_modules)
+        """Return the key that distinguishes calls of this site.
+
+        It holds modes, parameters with gradients, flags of DDP, and the answers to what the step asks of host values.
+        """
+        signature, answers = self.sign(), self.predicates.answers()
+        return signature.training, signature.no_grad, flags_of_replicas(self.touched.all_modules), answers
 
     def with_keys(self, leaves: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:
         """Yield (name, leaf, key) for the leaves of a call of this site."""
@@ -165,6 +184,11 @@ class Site:
     def sign_as(self, leaves: tuple[Hashable, ...]) -> Signature:
         """Return the signature of similar calls with other leaves."""
         return replace(self._call, leaves=leaves)
+
+    @property
+    def place(self) -> tuple[Structure, tuple[Hashable, ...], tuple[Hashable, ...]]:
+        """The key by which a call finds it."""
+        return self._call.structure, self._call.leaves, self._call.ambient
 
     def keep(self, leaves: Sequence[Any]) -> None:
         """Keep the arguments of a call that are not plain tensors."""
@@ -209,9 +233,15 @@ class Site:
     def find(self) -> CapturedCall | None:
         """Return the graph that fits the present state, or None."""
         for call in self.calls:
-            if call.start.fits():
+            if call.fits():
                 return call
         return None
+
+    def traceable(self) -> list[Place]:
+        """Return the numbers to trace in a first recording: what changed since the last eager call, or was asked of."""
+        values = self.eager.values
+        changed = values.traceable(values.changed()) if values is not None else []
+        return [*self.predicates.places, *changed, *(place for place, _ in self.eager.own_changes if place is not None)]
 
     def _mode(self) -> frozenset[int]:
         return frozenset(id(m) for m in self.touched.all_modules if m.training)

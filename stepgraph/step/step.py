@@ -28,13 +28,20 @@ from stepgraph.guards.protocol import Change, Remedy, told
 from stepgraph.observe.discovery import Reached
 from stepgraph.observe.finder import reachable
 from stepgraph.observe.nonfinite import FlagReader
-from stepgraph.oplog import Difference, first_difference, is_logged
+from stepgraph.oplog import Difference, is_logged
 from stepgraph.optim.optimizer import make_capturable
 from stepgraph.optim.steps import at_optimizer_steps
 from stepgraph.session.backend_choice import choose_backend, refuse_other_devices
 from stepgraph.session.failure import capture_error
 from stepgraph.session.interrupt import interrupts_held
-from stepgraph.session.messages import state_changed, warn_misspelt, warn_operations_changed, warn_values_changed
+from stepgraph.session.messages import (
+    keeps_changing,
+    state_changed,
+    warn_misspelt,
+    warn_operations_changed,
+    warn_other_answer,
+    warn_values_changed,
+)
 from stepgraph.session.proof import CallProof, NotWarm, Shown, next_audit, tell_other_path
 from stepgraph.session.report import GraphReport, outline
 from stepgraph.session.session import Session
@@ -53,6 +60,7 @@ from stepgraph.step.site import LastCall, Site
 from stepgraph.step.warmup import WarmUp, flags_of, surroundings
 from stepgraph.tracebacks import entry_point, trim
 from stepgraph.tree import CallFlattener, Structure, flatten
+from stepgraph.values.decisions import Answers, Trace, undecided
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -78,6 +86,8 @@ class Fallback(Protocol):
         """Free all graphs and begin again at the next failure."""
 
 
+_MAX_NEW_ANSWERS = 8
+"""Other answers of a step to what it asks of host values that each get a graph, before its calls rest."""
 MakeFallback = Callable[[str, Session, StepOptions], Fallback]
 
 
@@ -269,30 +279,75 @@ class CapturedStep(Generic[P, R]):
 
     def _audit(self, site: Site, call: CapturedCall, given: CallArgs, changes: Sequence[Change] = ()) -> Any:
         """Record the call again, and compare: because an audit is due, or because of `changes`."""
+        trace, at_code = Trace(call.traceable(changes)), bool(changes) or call.replays <= 1
         try:
             with interrupts_held() as raise_held:
-                looks_on = bool(changes) or call.replays <= 1
-                recorded, has_new = self._capture.record_again(site, given, raise_held, looks_on=looks_on)
-                found = first_difference(call.proof.log, recorded.made.log)
+                audit = self._capture.audit(site, call, given, raise_held, trace, at_code=at_code)
                 own = call.own_changes(changes)
-                if found is None:
-                    self._capture.agree(site, call, recorded, changes)
-                elif has_new:
-                    recorded.made.drop()
+                if audit.found is None:
+                    self._capture.agree(site, call, audit.recorded, changes, audit.trace)
+                elif audit.has_new or self._is_other_answer(changes, audit.trace):
+                    audit.recorded.made.drop()
         except NotWarm:
+            if self._is_other_answer(changes, trace):
+                return self._other_answer(site, call, trace, changes, given)
             return self._start_over(site, "the step does something that no eager call did", given)
         except Exception as error:  # noqa: BLE001 (as in a capture)
             site.drop_graphs()
             return self._not_captured(site, error, given)
         self._counts.audits += 1
-        if found is not None:
-            result = self._operations_changed(site, call, None if has_new else recorded, found, changes, given)
-        else:
+        if audit.found is None:
             result = self._run(call, given.leaves)
+            self._rest(site)
+        elif self._is_other_answer(changes, audit.trace):
+            return self._other_answer(site, call, trace, changes, given)
+        else:
+            recorded = None if audit.has_new else audit.recorded
+            result = self._operations_changed(site, call, recorded, audit.found, changes, given)
         if own and site.calls:  # the step now changes host values, which no replay repeats: let warm-up see and name it
             site.drop_graphs()
             site.start_over(credit=self._options.warmup - 1)
         return result
+
+    def _is_other_answer(self, changes: Sequence[Change], trace: Trace | None) -> bool:
+        """Check whether all that has changed is the answer to something that the step asks of host values."""
+        return trace is not None and bool(changes) and not undecided(changes, trace)
+
+    def _other_answer(
+        self, site: Site, call: CapturedCall, trace: Trace, changes: Sequence[Change], given: CallArgs
+    ) -> Any:
+        """Make a call with another answer than the graph's: calls of its kind get a graph of their own."""
+        self._raise_if_strict(site, told(changes))
+        call.answers.refuse(trace.decisions())
+        site.predicates.learn(trace.decisions())
+        site.new_answers += 1
+        if site.new_answers > _MAX_NEW_ANSWERS:
+            self._keep_eager(site, [change.name for change in changes])
+        else:
+            names = {change.name for change in changes}
+            if not self._capture.restless.told.issuperset(names):
+                self._capture.restless.told.update(names)
+                warn_other_answer(self._name, changes, "step", "get a graph of their own, after a warm-up")
+        _, keys, ambient = site.place
+        return self._without_graph(site, given, keys, ambient)
+
+    def _rest(self, site: Site) -> None:
+        """After an audit without an effect: stay eager for a while if a value changes too often for audits."""
+        names = self._capture.restless.names
+        if names:
+            if self._options.strict:
+                raise keeps_changing(self._name, names, site.touched.ran.codes())
+            self._keep_eager(site, names)
+
+    def _keep_eager(self, site: Site, names: Sequence[str]) -> None:
+        """Let calls run eagerly for a while: a value changes so often that audits cost more than a graph gains."""
+        site.obstacle, pause = f"host value keeps changing: {', '.join(names)}", site.changes.rest()
+        told_before = self._capture.restless.paused
+        if not told_before.issuperset(names):
+            told_before.update(names)
+            error = keeps_changing(self._name, names, site.touched.ran.codes())
+            warn_user(f"{error}\nThe next {pause} calls like this one stay eager, then the step is tried again.")
+        site.drop_graphs()
 
     def _operations_changed(
         self,
@@ -317,8 +372,6 @@ class CapturedStep(Generic[P, R]):
         replays = call.replays - call.proof.agreed
         warn_operations_changed(self._name, found, changes, replays, stays_eager=bool(often), pause=pause)
         site.obstacle = f"the operations keep changing: {', '.join(often)}" if often else None
-        if not changes:
-            self._capture.harmless.suspect()
         if recorded is None:
             if site.obstacle is None:
                 return self._start_over(site, why, given)
@@ -330,7 +383,7 @@ class CapturedStep(Generic[P, R]):
         self._counts.captures += 1
         due = next_audit(self._options.audit, 0)
         proof = CallProof(recorded.made.log, call.proof.shown, due, between=recorded.between)
-        new = self._capture.keep(site, recorded, proof)
+        new = self._capture.keep(site, recorded, proof, Answers())
         site.calls.insert(0, new)
         result = self._run(new, given.leaves)  # even if the step stays eager: its Python has run for this call
         if often:
@@ -576,8 +629,8 @@ class CapturedStep(Generic[P, R]):
         """Return a report of graphs, replays, eager calls with their reasons, time and memory."""
         sites = list(self._sites.values())
         placements = self._capture.describe_placements(sites)
-        unwatched, fallback = self._capture.harmless.sentence, self._fallback
-        found = report_of(self._name, self._session, sites, self._counts, placements, self._options, unwatched)
+        fallback = self._fallback
+        found = report_of(self._name, self._session, sites, self._counts, placements, self._options)
         return found if fallback is None or not fallback.is_begun else replace(found, modules=fallback.report())
 
     @contextlib.contextmanager

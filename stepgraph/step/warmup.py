@@ -155,7 +155,8 @@ class WarmUp:
         site.obstacles |= {obstacle.rule: obstacle for obstacle in watched.obstacles()}
         if self._values is not None:
             libraries = watched.changed_values(users=False)
-            site.eager.own_changes = {change.name for change in libraries}
+            by_name = {str(place.label): place for place in self._values.traceable(libraries)}
+            site.eager.own_changes = [(by_name.get(change.name), change) for change in libraries]
             self._values.drop({change.name for change in (*libraries, *watched.changed_values())})
             site.eager.values = self._values
         changed_model = self._model.changed(site.touched.name)

@@ -12,7 +12,7 @@ import operator
 import os
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,6 +179,11 @@ class Place:
     is_users: bool
     """True if it belongs to the user's code, False for an installed library."""
     read: Callable[[Any, Any], Any] = item_at
+
+    @property
+    def spot(self) -> Hashable:
+        """What distinguishes it from other places."""
+        return id(self.where), self.key, self.read
 
     def change(self) -> Change | None:
         """Describe how the value changed, or return None."""

@@ -27,6 +27,7 @@ from stepgraph.plain import attributes_of, cached_by
 from stepgraph.ran import ExecutedCode
 from stepgraph.rng.sources import Source, source_of
 from stepgraph.values import parts
+from stepgraph.values.decisions import Answers, can_trace
 from stepgraph.values.naming import Label
 from stepgraph.values.parts import Names, Place, expect_places
 from stepgraph.values.walk import MAX_ITEMS, MAX_OBJECTS, Walk, Wants
@@ -48,11 +49,13 @@ class Watch:
         read: Mapping[tuple[str, int], Callable[[], Any]] | None = None,
         eager: Iterable[Any] = (),
         ran: ExecutedCode | None = None,
+        answers: Answers | None = None,
     ) -> None:
         """`read` are numbers that the step was seen to read, `eager` the optimizers that run at each replay.
 
-        `ran` is the code that the step was seen to run.
+        `ran` is the code that the step was seen to run. Values that `answers` cover are compared by these.
         """
+        self.answers = answers if answers is not None else Answers()
         self._look = functools.partial(_look, function, frozenset(ignore), modules or {}, read or {}, list(eager), ran)
         self._dropped: set[str] = set()
         self._notes: _Notes = self._look()
@@ -66,9 +69,11 @@ class Watch:
         if self._row.holds():
             return []
         notes = self._notes
-        found = [change for place in notes.places if (change := place.change()) is not None]
+        found = [change for place in self._compared() if (change := place.change()) is not None]
         found += [change for names in notes.names if len(names.where) != len(names.known) for change in names.changes()]
         found = [change for change in found if change.name not in self._dropped]
+        if not self.answers.hold():
+            found += [change for place in self.answers.places if (change := place.change()) is not None]
         if not found:  # new objects that are equal for the step: expect these from now on
             for place in notes.places:
                 place.value = place.read(place.where, place.key)
@@ -77,8 +82,25 @@ class Watch:
             self._row = self._new_row()
         return found
 
+    def _compared(self) -> list[Place]:
+        """The places that are compared by value."""
+        answered = {place.spot for place in self.answers.places}
+        return [place for place in self._notes.places if place.spot not in answered] if answered else self._notes.places
+
+    def traceable(self, changes: Iterable[Change]) -> list[Place]:
+        """Return the places of the values that have changed, and of those that answers cover already."""
+        names = {change.name for change in changes}
+        found = [place for place in self._notes.places if str(place.label) in names and can_trace(place)]
+        return [*self.answers.places, *found]
+
+    def noted(self, place: Place) -> Any:
+        """Return the value that a place had when it was noted."""
+        return next((own.value for own in self._notes.places if own.spot == place.spot), place.value)
+
     def expect(self, row: GuardRow) -> None:
-        expect_places(self._notes.places, row)
+        expect_places(self._compared(), row)
+        if self.answers.places:
+            row.ask(self.answers.hold)
         for names in self._notes.names:
             row.held(names.where, {}, len(names.known))
 
