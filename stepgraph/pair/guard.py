@@ -20,10 +20,13 @@ from stepgraph.guards.model import ModelGuard
 from stepgraph.guards.protocol import Change, FastCheck, GuardSet, Remedy, told
 from stepgraph.guards.random_names import NamesGuard
 from stepgraph.oplog import Difference
-from stepgraph.session.limits import REPLAYS_THAT_PAY
 from stepgraph.session.proof import Restless
-from stepgraph.values.decisions import Trace, undecided
+from stepgraph.values.decisions import HostValues, Predicates, Trace, undecided
 from stepgraph.values.watch import Watch
+
+
+_MANY = 3
+"""Calls in a row with another answer, after which the graphs are recorded again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class SiteGuard:
         self._guards = GuardSet((model, ParameterHooksGuard(inside, spell), values, *names))
         self._restless: Restless = Restless() if before is None else before._restless
         self._fast, self._checks, self._agreed = FastCheck(), 0, 0
+        self._asked = Predicates() if before is None else before._asked
         self._refused, self._refused_at = 0, -1
         """Calls in a row with an answer for which the graphs are wrong, and the check of the last one."""
 
@@ -75,24 +79,48 @@ class SiteGuard:
             self._fast.write(self._guards.expect, self._checks)
             return None
         names = tuple(change.name for change in changes)
-        if answers.are_refused() and not self._is_refused_for_long():
+        is_for_long = answers.are_refused() and self._is_refused_for_long()
+        if answers.are_refused() and not is_for_long:
             return Finding(told(changes), names, changes, is_answer=True)
-        trace = Trace(self._values.traceable(changes))
-        found, is_traced = _compare(differs, trace)
+        trace, before = self._asked.traced(self._values.traceable(changes)), self._values.host_values()
+        found, is_traced = self._compare(differs, trace, before)
         if found is None:
             return self.agree(changes, trace if is_traced else None)
         if not changes:
             return Finding(str(found), (str(found.where or found.operation),), (), found)
-        is_answer = is_traced and not undecided(changes, trace)
+        before.restore()  # the call runs eagerly
+        is_answer = is_traced and not is_for_long and not undecided(changes, trace)
         if is_answer:
             answers.refuse(trace.decisions())
         return Finding(told(changes), names, changes, found, is_answer)
+
+    def _compare(
+        self, differs: Callable[[], Difference | None], trace: Trace, before: HostValues
+    ) -> tuple[Difference | None, bool]:
+        """Compare, first with stand-ins for numbers that have changed. Return the difference, and whether they explain it.
+
+        A recording with stand-ins that differs, or fails, is made again without: only then it counts.
+        """
+        traced, is_failed = None, False
+        if trace.places:
+            try:
+                with trace:
+                    traced = differs()
+            except Exception:  # noqa: BLE001 (the recording without stand-ins shows what it is)
+                is_failed = True
+            if traced is None and not is_failed:
+                return None, True
+            before.restore()
+        found = differs()
+        is_same = traced is not None and found == traced
+        self._asked.refuse(trace, all_places=is_failed or not is_same)
+        return found, is_same
 
     def _is_refused_for_long(self) -> bool:
         """Count a call with an answer for which the graphs are wrong. Return True after many in a row."""
         self._refused = self._refused + 1 if self._refused_at == self._checks - 1 else 1
         self._refused_at = self._checks
-        return self._refused > REPLAYS_THAT_PAY
+        return self._refused > _MANY
 
     def changed_model(self) -> str | None:
         """Describe what changed in the model since the capture, or return None."""
@@ -129,18 +157,3 @@ class SiteGuard:
     def unlooked(self) -> str | None:
         """A sentence about the values that are not watched."""
         return self._values.unlooked
-
-
-def _compare(differs: Callable[[], Difference | None], trace: Trace) -> tuple[Difference | None, bool]:
-    """Compare, first with stand-ins for numbers that have changed. Return the difference, and whether they tell why.
-
-    A recording with stand-ins that differs, or fails, is made again without: only then it counts.
-    """
-    traced: Difference | None = None
-    if trace.places:
-        with contextlib.suppress(Exception), trace:
-            traced = differs()
-            if traced is None:
-                return None, True
-    found = differs()
-    return found, traced is not None and found == traced

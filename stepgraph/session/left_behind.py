@@ -9,7 +9,8 @@ may run between graphs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,13 +27,14 @@ class LeftBehind:
         """`arguments` are leaves of autograd among the call's arguments, with their names."""
         self._touched, self._log = touched, log
         self._modes = [(module, module.training) for module in touched.all_modules]
-        self._grads: list[tuple[str, torch.Tensor, torch.Tensor | None]] = []
+        self._grads: list[tuple[str, torch.Tensor, Callable[[], torch.Tensor | None]]] = []
+        """Names, tensors, and weak references to the gradients that the call finds: a recording notes when they end."""
         taken: set[str] = set()
         for parameter in touched.all_parameters:
             name = numbered(touched.name(parameter), taken)
             taken.add(name)
-            self._grads.append((f"{name}.grad", parameter, parameter.grad))
-        self._grads += [(f"{name}.grad", leaf, leaf.grad) for name, leaf in arguments]
+            self._grads.append((f"{name}.grad", parameter, _weakly(parameter.grad)))
+        self._grads += [(f"{name}.grad", leaf, _weakly(leaf.grad)) for name, leaf in arguments]
         self._states: dict[int, tuple[Optimizer, frozenset[int]]] = {}
         for optimizer in touched.all_optimizers:
             self.forgive(optimizer)
@@ -45,7 +47,7 @@ class LeftBehind:
         """Names and tensors of all that was changed so far; changes of an optimizer's state are given once."""
         for name, tensor, before in self._grads:
             grad = tensor.grad
-            if grad is not None and grad is before and not self._log.has_made(grad):
+            if grad is not None and grad is before() and not self._log.has_made(grad):
                 yield f"{name} as found"
             elif grad is not None:
                 yield name
@@ -57,6 +59,14 @@ class LeftBehind:
             if lost := len(before - _with_state(optimizer)):
                 yield f"{type(optimizer).__name__}.state: {lost} of {len(before)} gone"
                 self.forgive(optimizer)
+
+
+def _weakly(grad: torch.Tensor | None) -> Callable[[], torch.Tensor | None]:
+    return weakref.ref(grad) if grad is not None else _nothing
+
+
+def _nothing() -> None:
+    return None
 
 
 def _with_state(optimizer: Optimizer) -> frozenset[int]:

@@ -33,6 +33,7 @@ from stepgraph.signature import Signature
 from stepgraph.step.arguments import StepArguments
 from stepgraph.step.chain import Chain
 from stepgraph.tree import Structure, unflatten
+from stepgraph.values.decisions import HostValues
 from stepgraph.values.parts import Place
 from stepgraph.values.watch import Watch
 
@@ -219,13 +220,13 @@ class CapturedCall:
         self.straight = replay.straight() if start.may_be_steady else None
         """The replay of an untouched call as one function (`Replay.straight`), or None."""
 
-    def fits(self) -> bool:
-        """Check that the state at the start of this call is the one before the capture, and no answer another."""
-        return self.start.fits() and not self.answers.are_refused()
-
     def traceable(self, changes: Sequence[Change]) -> list[Place]:
         """Return the places to trace in a new recording: the changed numbers, and those traced before."""
         return self._guards.values.traceable(changes)
+
+    def host_values(self) -> HostValues:
+        """Note the present host values, to be restored if a recording is dropped."""
+        return self._guards.values.host_values()
 
     def noted(self, place: Place) -> Any:
         """Return the value of a place that the graph was recorded with."""

@@ -73,7 +73,7 @@ from stepgraph.step.warmup import (
     surroundings,
 )
 from stepgraph.tree import Structure, changed_containers, unflatten
-from stepgraph.values.decisions import Answers, Trace, undecided, without_stand_ins
+from stepgraph.values.decisions import Answers, HostValues, Trace, undecided, without_stand_ins
 from stepgraph.values.watch import Watch
 
 
@@ -193,13 +193,14 @@ class StepCapture:
         for obstacle in site.obstacles.values():
             raise obstacle.error(self.name)
         self._check_warm(site, ahead=ahead)
-        if not ahead and (places := site.traceable()):
-            trace = Trace(places)
+        trace = site.predicates.traced(() if ahead else site.traceable())
+        if trace.places:
+            before = HostValues(trace.places) if site.eager.values is None else site.eager.values.host_values()
             with contextlib.suppress(Exception), site.learnt.unsurprised():
-                found = self._record_and_keep(site, given, raise_held, Look(trace=trace))
-                self._refuse_own(site, trace)
-                return found
+                return self._record_and_keep(site, given, raise_held, Look(trace=trace))
             self._refuse_own(site, trace)
+            before.restore()
+            site.predicates.refuse(trace, all_places=False)
             if site.predicates.learn(trace.decisions()):  # the eager call before may have been of another kind
                 raise NotWarm
         return self._record_and_keep(site, given, raise_held, Look(), ahead=ahead)
@@ -210,6 +211,8 @@ class StepCapture:
         recorded = self.record(site, given, raise_held, look=look)
         try:
             proof = self._prove(site, recorded, look, ahead=ahead)
+            if look.trace is not None:
+                self._refuse_own(site, look.trace)
         except BaseException:
             recorded.made.drop()
             raise
@@ -331,17 +334,23 @@ class StepCapture:
 
         A recording with stand-ins that differs, or fails, is made again without: only then it counts.
         """
-        log, traced = call.proof.log, None
+        log, traced, is_failed = call.proof.log, None, False
         if trace.places:
-            with contextlib.suppress(Exception), site.learnt.unsurprised():
-                recorded, has_new = self.record_again(site, given, raise_held, Look(at_code=at_code, trace=trace))
+            before = call.host_values()
+            try:
+                with site.learnt.unsurprised():
+                    recorded, has_new = self.record_again(site, given, raise_held, Look(at_code=at_code, trace=trace))
                 if first_difference(log, recorded.made.log) is None:
                     return Audit(recorded, has_new, None, trace)
                 recorded.made.drop()
                 traced = recorded.made.log
+            except Exception:  # noqa: BLE001 (the recording without stand-ins shows what it is)
+                is_failed = True
+            before.restore()
         recorded, has_new = self.record_again(site, given, raise_held, Look(at_code=at_code))
         found = first_difference(log, recorded.made.log)
         is_same = traced is not None and first_difference(traced, recorded.made.log) is None
+        site.predicates.refuse(trace, all_places=is_failed or not is_same)
         return Audit(recorded, has_new, found, trace if is_same else None)
 
     def _refuse_own(self, site: Site, trace: Trace) -> None:

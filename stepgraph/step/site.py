@@ -231,11 +231,12 @@ class Site:
         return keys_apart(keys, leaves, self.learnt.written) if self.calls else None
 
     def find(self) -> CapturedCall | None:
-        """Return the graph that fits the present state, or None."""
-        for call in self.calls:
-            if call.fits():
-                return call
-        return None
+        """Return the graph that fits the present state, or None. One that is known to be right goes first."""
+        fitting = [call for call in self.calls if call.start.fits()]
+        if len(fitting) < 2:
+            return fitting[0] if fitting and not fitting[0].answers.are_refused() else None
+        known = next((call for call in fitting if call.answers.hold()), None)
+        return known or next((call for call in fitting if not call.answers.are_refused()), None)
 
     def traceable(self) -> list[Place]:
         """Return the numbers to trace in a first recording: what changed since the last eager call, or was asked of."""

@@ -279,7 +279,8 @@ class CapturedStep(Generic[P, R]):
 
     def _audit(self, site: Site, call: CapturedCall, given: CallArgs, changes: Sequence[Change] = ()) -> Any:
         """Record the call again, and compare: because an audit is due, or because of `changes`."""
-        trace, at_code = Trace(call.traceable(changes)), bool(changes) or call.replays <= 1
+        trace, at_code = site.predicates.traced(call.traceable(changes)), bool(changes) or call.replays <= 1
+        before = call.host_values()
         try:
             with interrupts_held() as raise_held:
                 audit = self._capture.audit(site, call, given, raise_held, trace, at_code=at_code)
@@ -289,6 +290,7 @@ class CapturedStep(Generic[P, R]):
                 elif audit.has_new or self._is_other_answer(changes, audit.trace):
                     audit.recorded.made.drop()
         except NotWarm:
+            before.restore()
             if self._is_other_answer(changes, trace):
                 return self._other_answer(site, call, trace, changes, given)
             return self._start_over(site, "the step does something that no eager call did", given)
@@ -300,6 +302,7 @@ class CapturedStep(Generic[P, R]):
             result = self._run(call, given.leaves)
             self._rest(site)
         elif self._is_other_answer(changes, audit.trace):
+            before.restore()
             return self._other_answer(site, call, trace, changes, given)
         else:
             recorded = None if audit.has_new else audit.recorded

@@ -21,11 +21,12 @@ import gc
 import operator
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from stepgraph.guards.protocol import Change
+from stepgraph.plain import is_plain
 from stepgraph.tree import flatten, unflatten
 from stepgraph.values.parts import Place, attribute_of, item_at
 
@@ -46,6 +47,8 @@ _ARITHMETIC = (
     | {"xor": operator.xor}
 )
 _UNARY = {"neg": operator.neg, "pos": operator.pos, "abs": operator.abs, "invert": operator.invert}
+_COARSE = frozenset(("mod", "floordiv", "and", "rshift"))
+"""Operations with few results: an index like `n % 2` is an answer, and `n + 1` is the number itself."""
 _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
 _CONVERTED = {
     "int": int, "float": float, "complex": complex, "index": operator.index, "str": str, "repr": repr, "hash": hash,
@@ -103,6 +106,10 @@ class Answers:
         for place in decisions.places:
             if place.spot not in known:
                 self._right = [each.also_exact(place, before(place)) for each in self._right or [Decisions((), ())]]
+        traced = {place.spot for place in decisions.places}
+        for place in self.places:
+            if place.spot not in traced:
+                decisions = decisions.also_exact(place, place.read(place.where, place.key))
         self._right = [*self._right[1 - _MAX_ANSWERS :], decisions]
         self._wrong = [each for each in self._wrong if each.checks != decisions.checks]
 
@@ -124,6 +131,16 @@ class Predicates:
 
     def __init__(self) -> None:
         self._asked: dict[Hashable, tuple[Decisions, Compute]] = {}
+        self.untraceable: set[Hashable] = set()
+        """Places, by spot, whose own value was asked for, or where a stand-in was refused."""
+
+    def traced(self, places: Iterable[Place]) -> Trace:
+        """Return a trace of these places, but for those where it is of no use."""
+        return Trace(place for place in places if place.spot not in self.untraceable)
+
+    def refuse(self, trace: Trace, *, all_places: bool) -> None:
+        """Do not trace those places again whose own value was asked for, or none of them."""
+        self.untraceable |= {place.spot for place in trace.places} if all_places else trace.decisions().exact
 
     def learn(self, decisions: Decisions) -> bool:
         """Add what a recording has asked, but for the values themselves. Return whether anything of it is new."""
@@ -189,15 +206,7 @@ class Trace:
 
     def asked(self) -> set[Hashable]:
         """The places, by spot, of which anything was asked."""
-        found: set[Hashable] = set()
-        waiting: list[Any] = list(self._checks)
-        while waiting:
-            part = waiting.pop()
-            if isinstance(part, tuple) and part and part[0] == _VALUE:
-                found.add(part[1])
-            elif isinstance(part, tuple):
-                waiting += part
-        return found
+        return set().union(*map(_places_in, self._checks))
 
     def decisions(self) -> Decisions:
         kinds = tuple(map(type, self._before))
@@ -221,9 +230,27 @@ class Trace:
         if self.is_open and len(self._checks) <= _MAX_CHECKS:
             self._checks.setdefault(key, (compute, answer))
             kind, expression, *_ = cast(tuple[Any, ...], key)
-            if kind == _EXACT and expression[0] == _VALUE:
-                self._exact.add(expression[1])
+            if kind == _EXACT and not (type(answer) in (int, bool) and _COARSE & _operations_in(expression)):
+                self._exact |= _places_in(expression)  # each of its values has another answer
         return answer
+
+
+def _parts_of(key: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield the operations in the key of an expression."""
+    waiting = [key]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, tuple) and part:
+            yield part
+            waiting += part[1:] if part[0] != _VALUE else ()
+
+
+def _places_in(key: Any) -> set[Hashable]:
+    return {part[1] for part in _parts_of(key) if part[0] == _VALUE}
+
+
+def _operations_in(key: Any) -> set[Hashable]:
+    return {part[0] for part in _parts_of(key) if isinstance(part[0], str)}
 
 
 class Traced:
@@ -360,6 +387,22 @@ for _name, _operation in _CONVERTED.items():
     setattr(Traced, f"__{_name}__", _conversion(_operation))
 
 
+class HostValues:
+    """Plain values and lists that code can name, at one moment, so that a recording that is dropped leaves no trace."""
+
+    def __init__(self, places: Iterable[Place]) -> None:
+        self._plain = [(place, place.read(place.where, place.key)) for place in places if _is_writable(place)]
+        self._lists = [(place.where, len(place.where)) for place in places if type(place.where) is list]
+
+    def restore(self) -> None:
+        """Put back the values that have changed, and take out what was appended."""
+        for place, before in self._plain:
+            if is_plain(before) and place.read(place.where, place.key) is not before:
+                _write(place, before)
+        for items, length in self._lists:
+            del items[length:]
+
+
 def undecided(changes: Iterable[Change], trace: Trace | None) -> list[Change]:
     """Return the changes of values that count by more than the answers to what a recording has asked."""
     names = {str(place.label) for place in trace.decisions().decided} if trace is not None else ()
@@ -375,11 +418,13 @@ def without_stand_ins(tree: Any) -> Any:
 
 def can_trace(place: Place) -> bool:
     """Check whether a stand-in can be put in place of a value."""
+    return _is_writable(place) and type(place.read(place.where, place.key)) in NUMBERS
+
+
+def _is_writable(place: Place) -> bool:
     if place.read is item_at:
-        writes = type(place.where) in (dict, list)
-    else:
-        writes = place.read is attribute_of and type(place.where) is types.CellType
-    return writes and type(place.read(place.where, place.key)) in NUMBERS
+        return type(place.where) in (dict, list)
+    return place.read is attribute_of and type(place.where) is types.CellType
 
 
 def _write(place: Place, value: Any) -> None:

@@ -27,7 +27,7 @@ from stepgraph.plain import attributes_of, cached_by
 from stepgraph.ran import ExecutedCode
 from stepgraph.rng.sources import Source, source_of
 from stepgraph.values import parts
-from stepgraph.values.decisions import Answers, can_trace
+from stepgraph.values.decisions import Answers, HostValues, can_trace
 from stepgraph.values.naming import Label
 from stepgraph.values.parts import Names, Place, expect_places
 from stepgraph.values.walk import MAX_ITEMS, MAX_OBJECTS, Walk, Wants
@@ -89,9 +89,15 @@ class Watch:
 
     def traceable(self, changes: Iterable[Change]) -> list[Place]:
         """Return the places of the values that have changed, and of those that answers cover already."""
+        if self._notes.is_compiled:  # the compiler would compile the code again for a stand-in
+            return []
         names = {change.name for change in changes}
         found = [place for place in self._notes.places if str(place.label) in names and can_trace(place)]
         return [*self.answers.places, *found]
+
+    def host_values(self) -> HostValues:
+        """Note the present values, to be restored."""
+        return HostValues((*self._notes.places, *self.answers.places))
 
     def noted(self, place: Place) -> Any:
         """Return the value that a place had when it was noted."""
@@ -147,7 +153,7 @@ class _Notes:
         self.places: list[Place] = []
         self.names: list[Names] = []
         self.sources: list[Source] = []
-        self.is_cut_short = False
+        self.is_cut_short = self.is_compiled = False
         self.labels: set[str] = set()
         """The spelling of everything found; kept only if names are to be ignored."""
 
@@ -217,7 +223,7 @@ def _look(
     if walk.is_compiled and ran is not None and ran.is_known:
         ran.give_up()
         return _look(function, ignore, modules, read, eager, ran)
-    notes.is_cut_short = walk.is_cut_short
+    notes.is_cut_short, notes.is_compiled = walk.is_cut_short, walk.is_compiled
     for (name, _), reader in read.items():
         if notes.put(Place(Label(name), reader, None, value := reader(), True, parts.result_of)):
             notes.enter(Label(name), value, None, True, None)
