@@ -284,10 +284,13 @@ class OpLog(dispatch.TorchDispatchMode):
     """Notes the operations that run while it is entered. `arguments` are the leaves of the call.
 
     `roles` are names for tensors that were there before. `device` is the step's, so that work on the host is not its
-    own. `objects` are known from before the call, by id. A graph cannot be seen into: what has one runs its own code meanwhile (`current_log`). `keeps_casts`: autocast
-    keeps the casts of weights for this call and others of its region, so which call makes one means nothing. A cast
-    then has a name, and is not noted. `finds_arguments`: the arguments are not known, as of a loop's body. Each tensor
-    from before that has no name is one, numbered in the order of first use. The shapes of results are noted then, too.
+    own. `objects` are optimizers and scalers from before the call, by id. A graph cannot be seen into: what has one
+    runs its own code meanwhile (`current_log`).
+
+    `keeps_casts`: autocast keeps the casts of weights for this call and others of its region, so which call makes one
+    means nothing. A cast then has a name, and is not noted. `finds_arguments`: the arguments are not known, as of a
+    loop's body. Each tensor from before that has no name is one, numbered in the order of first use. The shapes of
+    results are noted then, too.
 
     Example:
         >>> with OpLog(vocabulary, [x]) as log:

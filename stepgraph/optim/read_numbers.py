@@ -5,8 +5,8 @@ reads `optimizer.param_groups[0]["lr"]` or `scheduler.get_last_lr()`, the number
 `optimizer.state` the address. While a step is recorded, optimizers between graphs do not run, so whoever reads a number
 or state of theirs then is the step. What was read is watched from then on.
 
-A number that the step writes would be written at the capture and never again. That is refused. Entries of the state that
-it takes out (`optimizer.state.clear()`) are a cut: it happens between graphs, at each replay.
+A number that the step writes would be written at the capture and never again. That is refused. State that the step
+takes out of an optimizer (`optimizer.state.clear()`) is a cut: it is taken out between graphs, at each replay.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ changes of it need no audit, and with other answers the calls run eagerly.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,6 @@ from stepgraph.oplog import Difference
 from stepgraph.session.proof import Restless
 from stepgraph.values.decisions import HostValues, Predicates, Trace, undecided
 from stepgraph.values.watch import Watch
-
 
 _MANY = 3
 """Calls in a row with another answer, after which the graphs are recorded again."""
@@ -61,7 +59,7 @@ class SiteGuard:
         self._guards = GuardSet((model, ParameterHooksGuard(inside, spell), values, *names))
         self._restless: Restless = Restless() if before is None else before._restless
         self._fast, self._checks, self._agreed = FastCheck(), 0, 0
-        self._asked = Predicates() if before is None else before._asked
+        self._asked: Predicates = Predicates() if before is None else before._asked
         self._refused, self._refused_at = 0, -1
         """Calls in a row with an answer for which the graphs are wrong, and the check of the last one."""
 
@@ -97,8 +95,9 @@ class SiteGuard:
     def _compare(
         self, differs: Callable[[], Difference | None], trace: Trace, before: HostValues
     ) -> tuple[Difference | None, bool]:
-        """Compare, first with stand-ins for numbers that have changed. Return the difference, and whether they explain it.
+        """Compare, first with stand-ins for numbers that have changed.
 
+        Return the difference, and whether what was asked of these explains it.
         A recording with stand-ins that differs, or fails, is made again without: only then it counts.
         """
         traced, is_failed = None, False

@@ -55,9 +55,9 @@ class LeftBehind:
         for module, mode in self._modes:
             if module.training != mode:
                 yield f"{self._touched.name(module)}.training = {not mode}"
-        for optimizer, before in list(self._states.values()):
-            if lost := len(before - _with_state(optimizer)):
-                yield f"{type(optimizer).__name__}.state: {lost} of {len(before)} gone"
+        for optimizer, known in list(self._states.values()):
+            if lost := len(known - _with_state(optimizer)):
+                yield f"{type(optimizer).__name__}.state: {lost} of {len(known)} gone"
                 self.forgive(optimizer)
 
 

@@ -88,11 +88,21 @@ def keeps_changing(step: str, names: Sequence[str], ran: Iterable[CodeType]) -> 
     return StateChanged(
         f"{step}: a value that the step can read changes at almost every call: {', '.join(names)}",
         rule="host-value",
-        where=where,
+        details=[f"at    {where}"] if where is not None else (),
         why="its changes had no effect so far, which proves nothing about the next one, and what the step does with "
         "it could not be traced. To compare at each change costs more than a graph gains.",
         fix=f"pass what the step decides by it as an argument (`last=True`), or, if nothing depends on it, "
         f"{to_ignore(names)}.",
+    )
+
+
+def warn_ignored_counter(step: str, changes: Sequence[Change]) -> None:
+    """Warn of ignored values that the step itself changes."""
+    warn_user(
+        f"{step}: the step itself changes a value that `ignore=` names   [host-value]\n  "
+        + "\n  ".join(map(str, changes))
+        + "\nWhy: a replay runs no Python. The value stands still while calls are replayed."
+        + "\nFix: change it outside the step, or leave it if nothing reads it."
     )
 
 

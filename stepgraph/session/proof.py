@@ -2,10 +2,10 @@
 
 The log of a call (`oplog`) holds its operations, and the events between them: what each cut calls, the gradients, modes
 and results that the call leaves (`left_behind`). Logs are compared twice. Before a graph is used, the recording must be
-the last eager call of the same kind. Code that checks whether it is being captured may take another path; then a warning
-names the place. While a graph is used, often at first and later at long intervals (`next_audit`), the call
-is recorded once more, which has no effect, and compared with the recording in use (the *audit*). A difference means
-that the step's Python would now do something else, whatever the cause: the new recording replaces the old one.
+the last eager call of the same kind. Code that checks whether it is being captured may take another path; then a
+warning names the place. While a graph is used, often at first and later at long intervals (`next_audit`), the call is
+recorded once more, which has no effect, and compared with the recording in use (the *audit*). A difference means that
+the step's Python would now do something else, whatever the cause: the new recording replaces the old one.
 
 Calls are of the same kind if they have the same signature, modes and gradient pattern. An eager call that creates
 optimizer state does more than later ones, and is not compared.
@@ -52,18 +52,18 @@ def next_audit(audit: str | int, replays: int) -> int:
 
     A condition that holds at every second or third call, and that no guard sees, must not fall between all audits. So
     neighbouring counts share no factor, and odd and even ones alternate: 1, 2, 3, 4, 7, 12, 19, 30, 49, 78, 313, ...
-    With `audit=n` there is one audit in each n replays, at the first of them, then the second, and so on.
+    With `audit=n` audits are n and n - 1 replays apart in turn.
 
     Example:
-        >>> next_audit("auto", 7), next_audit(10, 10)
-        (12, 21)
+        >>> next_audit("auto", 7), next_audit(10, 10), next_audit(10, 19)
+        (12, 19, 29)
     """
     if audit is False:
         return NEVER
     if audit != "auto":
         every = int(audit)
-        window = replays // every
-        return (window + 1) * every + window % every
+        begin = replays - replays % (2 * every - 1)
+        return begin + every if replays < begin + every else begin + 2 * every - 1
     growth = 8 if replays < _MANY_UNTIL else 20
     due = max(replays + 1, min(growth * replays // 5, replays + _LONGEST_PERIOD))
     while replays and (due % 2 == replays % 2 or math.gcd(due, replays) > 1):

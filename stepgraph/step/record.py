@@ -225,7 +225,7 @@ class StepCapture:
         given: CallArgs,
         raise_held: Callable[[], None],
         *,
-        look: Look = Look(),
+        look: Look,
         is_again: bool = False,
     ) -> Recorded:
         """Record the step for these inputs. Nothing takes effect, and a failure restores everything.

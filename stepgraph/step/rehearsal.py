@@ -94,10 +94,7 @@ class Rehearsal:
     def why_not_watched(self, name: str) -> str:
         """Say why the guards do not report a change of this value, and when it is found instead."""
         ignored, audit = self._capture.unwatched
-        if name in ignored:
-            why = "it is named in `ignore=`"
-        else:
-            why = "the watch cannot reach it"
+        why = "it is named in `ignore=`" if name in ignored else "the watch cannot reach it"
         return f"{why}; " + ("audit=False: nothing finds a change" if audit is False else "a change waits for an audit")
 
     def has_other_graph(self, leaves: Sequence[Any]) -> bool:

@@ -32,7 +32,7 @@ from stepgraph.optim.effects import OptimizerEffects
 from stepgraph.optim.optimizer import capturable_on_cpu, make_capturable, place, place_made
 from stepgraph.optim.steps import at_optimizer_steps
 from stepgraph.session.failure import refuse_changed_container
-from stepgraph.session.messages import warn_detached_results
+from stepgraph.session.messages import warn_detached_results, warn_ignored_counter
 from stepgraph.session.proof import StepLogs, num_states
 from stepgraph.session.session import Session
 from stepgraph.signature import is_plain
@@ -43,6 +43,7 @@ from stepgraph.step.call import CallArgs
 from stepgraph.step.options import StepOptions
 from stepgraph.step.site import Site
 from stepgraph.tree import Structure, changed_containers, flatten, paths
+from stepgraph.values.decisions import HostValues
 from stepgraph.values.watch import Watch
 
 
@@ -71,9 +72,11 @@ class WarmUp:
         self._kind, self._modes = site.kind(), site.modes()
         self._whole = site.with_objects(step)
         self._values: Watch | None = None
+        self._ignored = HostValues(())
         if site.is_last_warm_call(options.warmup):
             eager = [o for o in touched.optimizers if not self._is_inside(o)]
             self._values = Watch(self._whole, options.ignore, touched.named_modules, eager=eager, ran=touched.ran)
+            self._ignored = HostValues(self._values.ignored)
         generators = (backend.default_generator, *options.generators)
         self._watched = CallObserver(backend.device, self._values, generators, ran=touched.ran)
         self._numbers = OwnNumbers(touched.optimizers, self._is_inside)
@@ -153,6 +156,8 @@ class WarmUp:
                 site.note_obstacle("host-value", f"the step itself changes {changed}")
         site.note_unmoved(watched.generators.unmoved(), self._modes)
         site.obstacles |= {obstacle.rule: obstacle for obstacle in watched.obstacles()}
+        if written := self._ignored.changed():
+            warn_ignored_counter(getattr(self._step, "__name__", "step"), written)
         if self._values is not None:
             libraries = watched.changed_values(users=False)
             by_name = {str(place.label): place for place in self._values.traceable(libraries)}

@@ -26,8 +26,9 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from stepgraph.guards.protocol import Change
-from stepgraph.plain import is_plain
+from stepgraph.plain import is_plain, same
 from stepgraph.tree import flatten, unflatten
+from stepgraph.values.naming import describe_change
 from stepgraph.values.parts import Place, attribute_of, item_at
 
 NUMBERS = (int, float, bool)
@@ -38,21 +39,15 @@ _MAX_ANSWERS = 16
 Compute = Callable[[Sequence[Any]], Any]
 """Computes an expression from the values of all traced places."""
 _EXACT, _TRUTH, _VALUE = "exact", "truth", "value"
-_ARITHMETIC = (
-    {
-        name: getattr(operator, name)
-        for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift")
-    }
-    | {name: getattr(operator, f"{name}_") for name in ("and", "or")}
-    | {"xor": operator.xor}
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and", "or", "xor")
+_UNARY = ("neg", "pos", "abs", "invert")
+_CONVERTED: tuple[tuple[str, Callable[[Any], Any]], ...] = (
+    *(("int", int), ("float", float), ("complex", complex), ("index", operator.index)),
+    *(("str", str), ("repr", repr), ("hash", hash)),
 )
-_UNARY = {"neg": operator.neg, "pos": operator.pos, "abs": operator.abs, "invert": operator.invert}
 _COARSE = frozenset(("mod", "floordiv", "and", "rshift"))
 """Operations with few results: an index like `n % 2` is an answer, and `n + 1` is the number itself."""
 _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
-_CONVERTED = {
-    "int": int, "float": float, "complex": complex, "index": operator.index, "str": str, "repr": repr, "hash": hash,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +94,11 @@ class Answers:
     def places(self) -> tuple[Place, ...]:
         """The places that are compared by answers."""
         return self._right[-1].places if self._right else ()
+
+    @property
+    def decided(self) -> list[Place]:
+        """Those of them whose value counts by its answers alone."""
+        return self._right[-1].decided if self._right else []
 
     def agree(self, decisions: Decisions, before: Callable[[Place], Any]) -> None:
         """The graph is right for these answers, too. `before` gives the values of places that are new among them."""
@@ -376,15 +376,21 @@ def _conversion(convert: Callable[[Any], Any]) -> Callable[[Traced], Any]:
     return conversion
 
 
-for _name, _operation in _ARITHMETIC.items():
-    setattr(Traced, f"__{_name}__", _binary(_name, _operation, swapped=False))
-    setattr(Traced, f"__r{_name}__", _binary(_name, _operation, swapped=True))
-for _name, _operation in _UNARY.items():
-    setattr(Traced, f"__{_name}__", _unary(_name, _operation))
-for _name in _COMPARED:
-    setattr(Traced, f"__{_name}__", _comparison(_name, getattr(operator, _name)))
-for _name, _operation in _CONVERTED.items():
-    setattr(Traced, f"__{_name}__", _conversion(_operation))
+def _methods() -> Iterator[tuple[str, Callable[..., Any]]]:
+    for name in _BINARY:
+        operation = getattr(operator, f"__{name}__")
+        yield f"__{name}__", _binary(name, operation, swapped=False)
+        yield f"__r{name}__", _binary(name, operation, swapped=True)
+    for name in _UNARY:
+        yield f"__{name}__", _unary(name, getattr(operator, name))
+    for name in _COMPARED:
+        yield f"__{name}__", _comparison(name, getattr(operator, name))
+    for name, convert in _CONVERTED:
+        yield f"__{name}__", _conversion(convert)
+
+
+for _name, _method in _methods():
+    setattr(Traced, _name, _method)
 
 
 class HostValues:
@@ -393,6 +399,11 @@ class HostValues:
     def __init__(self, places: Iterable[Place]) -> None:
         self._plain = [(place, place.read(place.where, place.key)) for place in places if _is_writable(place)]
         self._lists = [(place.where, len(place.where)) for place in places if type(place.where) is list]
+
+    def changed(self) -> list[Change]:
+        """Return the changes of plain values."""
+        now = [(place, before, place.read(place.where, place.key)) for place, before in self._plain]
+        return [describe_change(str(place.label), a, b) for place, a, b in now if is_plain(b) and not same(a, b)]
 
     def restore(self) -> None:
         """Put back the values that have changed, and take out what was appended."""

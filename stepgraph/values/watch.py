@@ -95,6 +95,11 @@ class Watch:
         found = [place for place in self._notes.places if str(place.label) in names and can_trace(place)]
         return [*self.answers.places, *found]
 
+    @property
+    def ignored(self) -> list[Place]:
+        """The places that are left out by name."""
+        return self._notes.ignored
+
     def host_values(self) -> HostValues:
         """Note the present values, to be restored."""
         return HostValues((*self._notes.places, *self.answers.places))
@@ -128,8 +133,10 @@ class Watch:
 
     @property
     def unlooked(self) -> str | None:
-        """A sentence about values that were not covered, or None."""
-        return _CUT_SHORT if self._notes.is_cut_short else None
+        """A sentence about values that were not covered, or are not compared by value, or None."""
+        names = ", ".join(sorted({str(place.label) for place in self.answers.decided}))
+        told = [_CUT_SHORT] if self._notes.is_cut_short else []
+        return "; ".join([*told, f"compared by what the step asks of them: {names}"] if names else told) or None
 
     def drawn(self) -> list[Source]:
         """Return the step's iterators and random generators that were drawn from since."""
@@ -151,6 +158,7 @@ class _Notes:
     def __init__(self, ignore: frozenset[str], is_on_gpu: bool) -> None:
         self._ignore, self._is_on_gpu = ignore, is_on_gpu
         self.places: list[Place] = []
+        self.ignored: list[Place] = []
         self.names: list[Names] = []
         self.sources: list[Source] = []
         self.is_cut_short = self.is_compiled = False
@@ -161,6 +169,7 @@ class _Notes:
         if self._ignore:
             self.labels.add(str(place.label))
             if str(place.label) in self._ignore:
+                self.ignored.append(place)
                 return False
         self.places.append(place)
         return True

@@ -40,7 +40,7 @@ def test_buffers_chain_from_result_to_argument_without_a_copy(device: torch.devi
     """A graph reads its argument where the graph before wrote it, and gradients go back the same way."""
     model = Chain().to(device)
     with stepgraph.graph_modules(model, "layers.*", warmup=1) as handle:
-        for _ in range(4):
+        for _ in range(6):
             model(torch.randn(4, 8, device=device)).sum().backward()
         first, second, third = runners(handle)
         assert [r.boundary.tensors[0].data_ptr() for r in (second, third)] == model.places[:2]

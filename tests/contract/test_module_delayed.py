@@ -209,7 +209,7 @@ def test_delayed_weights_switched_off_are_captured_again(device: torch.device) -
         backward_dw(model)
         for layer in model.layers:
             layer.up.delay_wgrad_compute = layer.down.delay_wgrad_compute = False
-        for _ in range(4):
+        for _ in range(8):
             model.zero_grad()
             loss_of(model, x).backward()
             backward_dw(model)  # of the eager layer
