@@ -55,7 +55,8 @@ class Decisions:
     """What a recording has asked of some values, and the answers."""
 
     places: tuple[Place, ...]
-    kinds: tuple[type, ...]
+    seen: tuple[Any, ...]
+    """Their values when they were asked."""
     checks: dict[Hashable, tuple[Compute, Any]] = field(default_factory=dict)
     exact: frozenset[Hashable] = frozenset()
     """The places, by spot, whose own value was asked for."""
@@ -63,7 +64,7 @@ class Decisions:
     def values(self) -> tuple[Any, ...] | None:
         """The present values, or None if one has become something else."""
         found = tuple([place.read(place.where, place.key) for place in self.places])
-        return found if tuple(map(type, found)) == self.kinds else None
+        return found if all(type(a) is type(b) for a, b in zip(found, self.seen, strict=True)) else None
 
     def hold(self) -> bool:
         """Ask again, and compare the answers."""
@@ -79,8 +80,8 @@ class Decisions:
         """The same, and for one value of one more place."""
         index = len(self.places)
         check = {(_EXACT, (_VALUE, place.spot)): (operator.itemgetter(index), value)}
-        places, kinds = (*self.places, place), (*self.kinds, type(value))
-        return Decisions(places, kinds, self.checks | check, self.exact | {place.spot})
+        places, seen = (*self.places, place), (*self.seen, value)
+        return Decisions(places, seen, self.checks | check, self.exact | {place.spot})
 
 
 class Answers:
@@ -120,6 +121,14 @@ class Answers:
     def hold(self) -> bool:
         """Ask whether the graph is known to be right now, as far as these values go."""
         return not self._right or any(decisions.hold() for decisions in reversed(self._right))
+
+    def changes(self) -> list[Change]:
+        """Describe the values, if none of the answers holds."""
+        latest = self._right[-1]
+        pairs = zip(latest.places, latest.seen, strict=True)
+        now = [(str(place.label), seen, place.read(place.where, place.key)) for place, seen in pairs]
+        changed = [values for values in now if not same(values[1], values[2])]
+        return [describe_change(*values) for values in changed or now]
 
     def are_refused(self) -> bool:
         """Ask whether the graph is known to be wrong now."""
@@ -209,9 +218,8 @@ class Trace:
         return set().union(*map(_places_in, self._checks))
 
     def decisions(self) -> Decisions:
-        kinds = tuple(map(type, self._before))
         if len(self._checks) <= _MAX_CHECKS:
-            return Decisions(self.places, kinds, dict(self._checks), frozenset(self._exact))
+            return Decisions(self.places, self._before, dict(self._checks), frozenset(self._exact))
         found = Decisions((), ())
         for place, value in zip(self.places, self._before, strict=True):
             found = found.also_exact(place, value)

@@ -73,7 +73,7 @@ class Watch:
         found += [change for names in notes.names if len(names.where) != len(names.known) for change in names.changes()]
         found = [change for change in found if change.name not in self._dropped]
         if not self.answers.hold():
-            found += [change for place in self.answers.places if (change := place.change()) is not None]
+            found += self.answers.changes()
         if not found:  # new objects that are equal for the step: expect these from now on
             for place in notes.places:
                 place.value = place.read(place.where, place.key)
