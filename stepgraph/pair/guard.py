@@ -60,19 +60,24 @@ class SiteGuard:
         self._restless: Restless = Restless() if before is None else before._restless
         self._fast, self._checks, self._agreed = FastCheck(), 0, 0
         self._asked: Predicates = Predicates() if before is None else before._asked
-        self._refused, self._refused_at = 0, -1
-        """Calls in a row with an answer for which the graphs are wrong, and the check of the last one."""
+        self._refused = 0
+        """Calls in a row with an answer for which the graphs are wrong."""
 
     def holds(self) -> bool:
         """One fast check that nothing changed; False is inconclusive."""
         self._checks += 1
-        return self._fast.holds()
+        if self._fast.holds():
+            self._refused = 0
+            return True
+        return False
 
     def look(self, differs: Callable[[], Difference | None], *, audited: bool) -> Finding | None:
         """Find a reason not to replay. `differs` records the call again and compares; `audited`: in any case."""
         changes, answers = self._guards.changed(), self._values.answers
         if changes and changes[0].remedy is not Remedy.AUDIT:
             return Finding(told(changes), (told(changes),))
+        if not answers.are_refused():
+            self._refused = 0
         if not changes and not audited:
             self._fast.write(self._guards.expect, self._checks)
             return None
@@ -117,8 +122,7 @@ class SiteGuard:
 
     def _is_refused_for_long(self) -> bool:
         """Count a call with an answer for which the graphs are wrong. Return True after many in a row."""
-        self._refused = self._refused + 1 if self._refused_at == self._checks - 1 else 1
-        self._refused_at = self._checks
+        self._refused += 1
         return self._refused > _MANY
 
     def changed_model(self) -> str | None:

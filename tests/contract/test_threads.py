@@ -115,7 +115,7 @@ def test_threads_train_beside_a_capture_as_if_alone(
     assert (report.captures, report.replays) == (1, CALLS - 3)
     assert list(report.optimizers) == [type(ours.optimizer).__name__]
     ours.assert_same(eager)
-    assert theirs.done == 4 * 6, "in each warm-up, in the recording and in three audits"
+    assert theirs.done == 3 * 7, "in each warm-up, in the recording and in three audits"
     for _ in range(theirs.done):
         alone.step()
     theirs.assert_same(alone)
