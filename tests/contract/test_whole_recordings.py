@@ -335,9 +335,7 @@ CHANGES = ("load", "clear", "hook", "lr", "scale")
 @pytest.mark.parametrize("make", ["sgd", "fused", "adam"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.pairwise
-def test_two_changes_in_one_call_are_both_answered(
-    change: str, make: str, scaler: str, device: torch.device
-) -> None:
+def test_two_changes_in_one_call_are_both_answered(change: str, make: str, scaler: str, device: torch.device) -> None:
     """A watched value changes without effect, and so does something that needs more than an audit."""
     optimizers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
