@@ -67,6 +67,10 @@ class OtherUses:
         """Those of some parameters whose gradients autograd must add up."""
         return {name: p for name, p in parameters.items() if self._shown.get(p, True) or p not in self._settled}
 
+    def are_none(self, parameter: torch.Tensor) -> bool:
+        """True if a backward has shown that a parameter has no other uses, and none since has shown one."""
+        return not self._shown.get(parameter, True)
+
     def found(self, parameters: Collection[torch.Tensor]) -> set[int]:
         """Those of some parameters that have other uses, by id."""
         return {id(parameter) for parameter in parameters if self._shown.get(parameter, False)}

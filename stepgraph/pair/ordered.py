@@ -106,7 +106,7 @@ def record_input_part(
             why="such checkpointing accumulates gradients itself, so the parts cannot be computed one by one.",
             fix="use checkpoint(..., use_reentrant=False).",
         )
-    late = runner.edges.outside
+    late = runner.edges.bound
     inside = pair.accumulated_inside(late)
     inputs = [runner.boundary.tensors[i] for i in runner.edges.flows]
     leaves = [pair.proxies.of(p) for p in (*inside, *late)]
@@ -126,7 +126,9 @@ def record_input_part(
     recording = pair.record(runner.lane, notes, run, around, runner.forward)
     boundary = StaticInputs(given, in_use={i: other.is_held for i, other in (lent or {}).items()})
     backward = pair.keep(runner, metas, autocast, recording, boundary)
-    runner.edges = dataclasses.replace(runner.edges, outside=(), inside={})  # not even None comes to them in this part
+    runner.edges = dataclasses.replace(
+        runner.edges, outside=(), bound=(), inside={}
+    )  # not even None comes to them in this part
     return InputPart(backward, notes, weights[0], tuple(inside), late)
 
 

@@ -35,7 +35,6 @@ from stepgraph.pair.differentiate import (
     accumulate,
     differentiate,
     is_reentrant,
-    noting_arrival,
     recording_compiled_backwards,
     saved_memory,
     uses_up_saved,
@@ -45,6 +44,7 @@ from stepgraph.pair.parameter_proxies import ParameterProxies, without_hooks
 from stepgraph.pair.proof import note_forward, noting
 from stepgraph.pair.runner import AutogradEdges, BackwardGraph, Backwards, ForwardGraph, Grads, Recording, Runner
 from stepgraph.pair.shared import PairSession
+from stepgraph.pair.uses import NotedUses, count_uses
 from stepgraph.rng.tracker import state_of_another_graph, tracker_for
 from stepgraph.session.failure import refuse_changed_container
 from stepgraph.signature import refuse_tensor_classes
@@ -224,7 +224,8 @@ class PairCapture:
         """Describe how autograd passes through a forward, and the parameters that it uses."""
         differentiable = any(result.differentiable)
         anchor = torch.empty(0, device="cpu", requires_grad=differentiable)  # where autograd has least to do for it
-        flows, outside = [], []
+        flows, outside, bound = [], [], []
+        several: Mapping[int, int] = {}
         self._known = list(self.proxies.parameters)
         if differentiable:
             behind = list(leaves_behind([t for t in result.tensors if t.requires_grad]))
@@ -233,13 +234,17 @@ class PairCapture:
             flows = [i for i, t in tensors.items() if t.requires_grad]
             own = {id(t) for t in (*tensors.values(), *self.proxies.leaves)}
             foreign = {id(leaf): leaf for leaf in behind if id(leaf) not in own}
-            outside = [*self._through_autograd(call, result), *foreign.values()]
+            bound = [*self._through_autograd(call, result), *foreign.values()]
+            several = self._several(result, bound)
+            outside = [*bound, *(p for p in self._known if id(p) in several and all(p is not b for b in bound))]
+            outside = [p for p in outside for _ in range(several.get(id(p), 1))]
         self._known += [t for t in result.objects if t.requires_grad and all(t is not known for known in self._known)]
         saved = saved_memory(result.tensors)
         pairs = zip(result.tensors, result.differentiable, strict=True)
         return AutogradEdges(
             flows=tuple(flows),
             outside=tuple(outside),
+            bound=tuple(bound),
             inside=self._names_inside(outside, result) if differentiable else {},
             saved_inputs=tuple([i for i in flows if _storage(tensors[i]) in saved]),
             saved_results=tuple([i for i, (t, known) in enumerate(pairs) if known and _storage(t) in saved]),
@@ -270,6 +275,19 @@ class PairCapture:
         # what a reentrant backward reaches is not known before it runs
         used = self.proxies.parameters if is_reentrant(result.tensors) else self._known
         return [p for p in used if call.in_ddp or id(p) in self._outside or p in self._returned]
+
+    def _several(self, result: StaticOutputs, bound: Sequence[torch.Tensor]) -> dict[int, int]:
+        """The numbers of uses, by id, of the parameters whose gradients autograd must add up use by use.
+
+        None with reentrant checkpointing, whose own uses cannot be told apart from others.
+        """
+        results = [tensor for tensor in result.tensors if tensor.requires_grad]
+        if is_reentrant(results):
+            return {}
+        others = self.grads.other_uses
+        chosen = [*bound, *(p for p in self._known if not others.are_none(p))]
+        counts = count_uses(results, map(self.proxies.of, chosen))
+        return {id(p): number for p in chosen if (number := counts[id(self.proxies.of(p))]) > 1}
 
     def known_parameters(self) -> list[torch.Tensor]:
         """The parameters that the last forward's graph uses, also frozen ones."""
@@ -308,12 +326,14 @@ class PairCapture:
         self._accumulates = self._accumulates or is_reentrant(results)
         outside, inside = runner.edges.outside, self._inside(runner, results)
         edges = [*(runner.boundary.tensors[i] for i in runner.edges.flows), *map(self.proxies.of, outside)]
+        num_flows = len(runner.edges.flows)
         before = [dict(p.__dict__) for p in self.proxies.leaves]
 
         def run(graph: Graph) -> tuple[Grads, list[torch.Tensor]]:
             compute = accumulate if self._accumulates else differentiate
-            with noting_arrival(edges[len(runner.edges.flows) :]) as arrival:
-                grads, parameters = compute(results, list(incoming.values()), edges, inside)
+            uses = NotedUses(edges)
+            grads, parameters = compute(results, list(incoming.values()), uses, inside)
+            arrival = [place - num_flows for place in uses.arrival if place >= num_flows]
             runner.edges = dataclasses.replace(runner.edges, arrival=tuple(arrival))
             if then is not None:
                 with left_out():

@@ -151,7 +151,9 @@ class AutogradEdges:
     flows: tuple[int, ...]
     """The arguments that gradients flow back to, by leaf index."""
     outside: tuple[torch.Tensor, ...]
-    """Parameters whose gradients autograd accumulates."""
+    """Parameters whose gradients autograd accumulates, once for each use if autograd must add up the uses."""
+    bound: tuple[torch.Tensor, ...]
+    """Those of them, each once, whose gradients cannot be accumulated inside the graphs."""
     inside: Mapping[str, torch.Tensor]
     """Parameters whose gradients the graphs accumulate, unless other code uses them too."""
     saved_inputs: tuple[int, ...]
