@@ -21,6 +21,7 @@ from stepgraph.pair.cached_casts import CastWatch, shared_cast
 from stepgraph.pair.call import EagerCall
 from stepgraph.pair.kind import CallKind
 from stepgraph.pair.lanes import Tenant
+from stepgraph.pair.own_uses import UsesWatch
 from stepgraph.pair.runner import DelayedWeights, Runner
 from stepgraph.pair.target import PairTarget
 from stepgraph.signature.fast_match import FastMatch
@@ -140,6 +141,7 @@ class ModuleSite:
         self.most_under_way = 0
         """The most calls in flight at a time in warm-up."""
         self.casts = CastWatch()
+        self.uses = UsesWatch(manager.target.shared.grads.other_uses)
         self.knows_several = False
         """True if a backward of the warm-up reached several calls of the module."""
         self.again: str | None = None

@@ -86,7 +86,7 @@ def accumulate(
             handles.append(entry.leaf.register_post_accumulate_grad_hook(lambda leaf: reached.add(id(leaf))))
         with edges.noting(results):
             torch.autograd.backward(results, incoming, retain_graph=True)
-        if any(edges.has_several(leaf) and leaf.grad is not None for leaf in edges.tensors):
+        if any(leaf.grad is not None for leaf in edges.apart):
             raise _adds_in_the_middle()
         grads = edges.all([leaf.grad for leaf in edges.tensors])
     finally:
@@ -103,16 +103,11 @@ def accumulate(
 
 def _adds_in_the_middle() -> CaptureError:
     return CaptureError(
-        "a backward inside the module's backward accumulates the gradient of a parameter that the module uses elsewhere",
+        "a backward inside the module's backward accumulates the gradient of a parameter with other uses",
         rule="gradient-order",
         why="eager adds the shares of the inner backward to .grad before autograd has added up the other uses.",
         fix="use checkpoint(..., use_reentrant=False), or leave the module out of the scope.",
     )
-
-
-def is_reentrant(results: Sequence[torch.Tensor]) -> bool:
-    """True if a backward from these tensors passes through reentrant checkpointing, torch's or a copy of it."""
-    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes_behind(results))
 
 
 def saved_memory(results: Sequence[torch.Tensor]) -> frozenset[int]:

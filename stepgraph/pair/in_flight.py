@@ -113,7 +113,8 @@ class InFlightCall:
             self._ran_in = torch._C._current_graph_task_id()
             several = runner.in_flight.has_more_to_come(self)
             if several:
-                recorded.accumulated.begin_sum(without=passed)
+                if not runner.edges.adds_at_once:
+                    recorded.accumulated.begin_sum(without=passed)
                 if runner.edges.keeps_casts and runner.tell_several is not None:
                     runner.tell_several()
         recorded.grads_in.load(grads)

@@ -22,10 +22,11 @@ from stepgraph.buffers.reuse_pool import TensorReusePool
 from stepgraph.errors import CaptureError
 from stepgraph.oplog import OpLog, left_out
 from stepgraph.pair.call import EagerCall
-from stepgraph.pair.differentiate import is_reentrant, without_aliases
+from stepgraph.pair.differentiate import without_aliases
 from stepgraph.pair.record import PairCapture
 from stepgraph.pair.runner import BackwardGraph, Grads, Runner, WeightGraph
 from stepgraph.pair.split_backward import WeightPart, input_gradients
+from stepgraph.pair.uses import is_reentrant
 
 NO_AUTOCAST = (False, False)
 """A backward runs without autocast, even if autocast is on around the capture."""

@@ -43,6 +43,11 @@ def nodes_behind(tensors: Iterable[torch.Tensor], stop: Iterable[Any] = ()) -> I
             nodes += [following for following, _ in node.next_functions]
 
 
+def is_reentrant(results: Sequence[torch.Tensor]) -> bool:
+    """True if a backward from these tensors passes through reentrant checkpointing, torch's or a copy of it."""
+    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes_behind(results))
+
+
 def uses_behind(results: Sequence[torch.Tensor], stop: Iterable[Any] = ()) -> dict[Edge, list[Edge]]:
     """The uses of each tensor behind results, by its edge: a node, and the index of the gradient that it gives.
 
@@ -67,34 +72,31 @@ def count_uses(results: Sequence[torch.Tensor], tensors: Iterable[torch.Tensor])
 class NotedUses:
     """The gradients that a recorded backward has for a list of tensors.
 
-    A tensor that is in the list several times gets the gradient of one use at each place, in the backward's order.
+    A tensor of `apart` is in the list once for each use, and gets the gradients of its uses in the backward's order.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], apart: Iterable[torch.Tensor]) -> None:
         self._places: dict[int, list[int]] = defaultdict(list)
         for place, tensor in enumerate(tensors):
             self._places[id(tensor)].append(place)
         self.tensors = list({id(tensor): tensor for tensor in tensors}.values())
         """Each once."""
+        self.apart = list(apart)
         self.arrival: list[int] = []
         """Places in the list, in the order in which the backward has their gradients."""
         self._found: list[torch.Tensor | None] = [None] * len(tensors)
         self._num_found: Counter[int] = Counter()
 
-    def has_several(self, tensor: torch.Tensor) -> bool:
-        """True if a tensor is in the list several times."""
-        return len(self._places[id(tensor)]) > 1
-
     @contextlib.contextmanager
     def noting(self, results: Sequence[torch.Tensor]) -> Iterator[None]:
         """Take the gradients of single uses out of a backward from these results, which then adds up none of them."""
-        several = {edge_of(tensor): id(tensor) for tensor in self.tensors if self.has_several(tensor)}
+        apart = {edge_of(tensor): id(tensor) for tensor in self.apart}
         with contextlib.ExitStack() as stack:
             for tensor in self.tensors:
-                if not self.has_several(tensor):
+                if all(tensor is not other for other in self.apart):
                     (place,) = self._places[id(tensor)]
                     stack.callback(tensor.register_hook(functools.partial(self._arrived, place)).remove)
-            for node, taken in _taken_from(results, several).items():
+            for node, taken in _taken_from(results, apart).items():
                 stack.callback(node.register_hook(functools.partial(self._take, taken)).remove)
             yield
 
@@ -127,11 +129,11 @@ class NotedUses:
         return found
 
 
-def _taken_from(results: Sequence[torch.Tensor], several: dict[Edge, int]) -> dict[Any, list[tuple[int, int]]]:
+def _taken_from(results: Sequence[torch.Tensor], apart: dict[Edge, int]) -> dict[Any, list[tuple[int, int]]]:
     """The nodes behind results that give gradients to these edges: which gradients, with the ids of the edges."""
     found: dict[Any, list[tuple[int, int]]] = defaultdict(list)
-    for node in nodes_behind(results) if several else ():
+    for node in nodes_behind(results) if apart else ():
         for index, edge in enumerate(node.next_functions):
-            if edge in several:
-                found[node].append((index, several[edge]))
+            if edge in apart:
+                found[node].append((index, apart[edge]))
     return found
