@@ -17,7 +17,7 @@ from stepgraph.buffers.outputs import StaticOutputs
 from stepgraph.errors import CaptureError
 from stepgraph.frames import warn_user
 from stepgraph.modules.options import ModuleOptions
-from stepgraph.pair.cached_casts import CastWatch, shared_cast
+from stepgraph.pair.cached_casts import shared_cast
 from stepgraph.pair.call import EagerCall
 from stepgraph.pair.kind import CallKind
 from stepgraph.pair.lanes import Tenant
@@ -140,7 +140,6 @@ class ModuleSite:
         """True if a backward reached one of its calls, and if a backward ran while one of its calls waited."""
         self.most_under_way = 0
         """The most calls in flight at a time in warm-up."""
-        self.casts = CastWatch()
         self.uses = UsesWatch(manager.target.shared.grads.other_uses)
         self.knows_several = False
         """True if a backward of the warm-up reached several calls of the module."""
@@ -158,7 +157,7 @@ class ModuleSite:
     @property
     def finding(self) -> CaptureError | None:
         """An effect of its eager calls that no replay can repeat."""
-        return self.kind.seen or self.kind.proof.wavers or self.casts.found()
+        return self.kind.seen or self.kind.proof.wavers or self.uses.casts.found()
 
     @property
     def is_open(self) -> bool:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from stepgraph.grads.other_uses import OtherUses, same_bits
+from stepgraph.pair.cached_casts import CastWatch
 from stepgraph.pair.call import EagerCall
 from stepgraph.pair.uses import Edge, edge_of, is_reentrant, uses_behind
 
@@ -32,22 +33,22 @@ Grads = Sequence[torch.Tensor | None]
 class _Marked(torch.Tensor):
     """The gradient of a use, or a sum of such gradients of one call."""
 
-    inner: torch.Tensor
+    plain: torch.Tensor
     source: _OfParameter
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def of(inner: torch.Tensor, source: _OfParameter) -> _Marked:
+    def of(plain: torch.Tensor, source: _OfParameter) -> _Marked:
         """Mark a gradient."""
-        made: _Marked = torch.Tensor._make_wrapper_subclass(
-            _Marked, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
-        )
-        made.inner, made.source = inner, source
+        made: _Marked = torch.Tensor._make_subclass(_Marked, plain)  # with its memory, which autograd looks after
+        made.plain, made.source = plain, source
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch leaves out what is empty
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         marked = [arg for arg in args if isinstance(arg, _Marked)]
         value = func(*map(_plain, args), **{key: _plain(arg) for key, arg in (kwargs or {}).items()})
         source, num_tensors = marked[0].source, sum(isinstance(arg, torch.Tensor) for arg in args)
@@ -59,7 +60,7 @@ class _Marked(torch.Tensor):
 
 
 def _plain(value: Any) -> Any:
-    return value.inner if isinstance(value, _Marked) else value
+    return value.plain if isinstance(value, _Marked) else value
 
 
 class _OfParameter:
@@ -151,6 +152,8 @@ class UsesWatch:
         """Is told of the parameters."""
         self.elsewhere: set[int] = set()
         """Arguments, by leaf index, that have other uses beside several in a call."""
+        self.casts = CastWatch()
+        """Watches the casts of weights that calls share."""
         self._found: list[_OfParameter | _OfArgument] = []
 
     def follow(self, results: Sequence[torch.Tensor], arguments: Mapping[int, torch.Tensor]) -> None:
