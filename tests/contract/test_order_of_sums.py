@@ -326,6 +326,22 @@ def test_use_that_begins_later_is_graphed_again(device: torch.device) -> None:
     assert row.forwards == 7, "all but two of warm-up"
 
 
+def test_use_that_calls_of_another_kind_show(device: torch.device) -> None:
+    """Calls of another shape warm up with a penalty: graphs that were captured without one are captured again."""
+    seed(7)
+    eager = Sums(["TiedInside"]).model().to(device)
+    graphed = Sums(["TiedInside"]).model().to(device)
+    graphed.load_state_dict(eager.state_dict())
+    with stepgraph.graph_modules(graphed, ["1"], warmup=1, audit=False) as handle, quiet():
+        for rows, penalties in [*[(5, "")] * 4, *[(3, "a")] * 2, *[(5, "a")] * 4]:
+            x = torch.randn(rows, 6, device=device)
+            for model in (eager, graphed):
+                Sums(["TiedInside"], penalties=penalties).loss(model, x).backward()
+            assert all(map(same_bits, [p.grad for p in eager.parameters()], [p.grad for p in graphed.parameters()]))
+        (row,) = handle.report().rows
+    assert row.forwards >= 6
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(60))
 def test_random_program_adds_in_order(number: int, device: torch.device) -> None:
