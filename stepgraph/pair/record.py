@@ -85,6 +85,7 @@ class PairCapture:
         self._with_modes = with_modes(module)
         self._accumulates = False
         self._known: list[torch.Tensor] = []
+        self._apart: set[int] = set()
         self._outside = frozenset(outside)
         self._returned = shared.returned
 
@@ -306,11 +307,16 @@ class PairCapture:
         return {key: (p, numbers[key]) for key, p in parameters.items() if numbers[key] >= least}
 
     def _are_apart(self, parameter: torch.Tensor, bound: Sequence[torch.Tensor], *, at_once: bool) -> bool:
-        """True if autograd must add up the uses of a parameter one by one: there are others, or there may be."""
+        """True if autograd must add up the uses of a parameter one by one: there are others, or there may be.
+
+        That stays so for all graphs of the module: a call that is recorded again must have the same operations.
+        """
         others = self.grads.other_uses
         if at_once:  # other uses cannot be told from those inside a checkpoint, which may not be handed out
             return bool(others.found([parameter]))
-        return not others.are_none(parameter) or any(parameter is each for each in bound)
+        if not others.are_none(parameter) or any(parameter is each for each in bound):
+            self._apart.add(id(parameter))
+        return id(parameter) in self._apart
 
     def known_parameters(self) -> list[torch.Tensor]:
         """The parameters that the last forward's graph uses, also frozen ones."""
