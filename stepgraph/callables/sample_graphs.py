@@ -32,7 +32,6 @@ from stepgraph.oplog import Difference, Log
 from stepgraph.order import Kind, plan_buffers, samples_of
 from stepgraph.pair.audit import differs
 from stepgraph.pair.call import CallBuffers, EagerCall
-from stepgraph.pair.differentiate import is_reentrant
 from stepgraph.pair.kind import CallKind
 from stepgraph.pair.lanes import PoolLane
 from stepgraph.pair.ordered import (
@@ -44,6 +43,7 @@ from stepgraph.pair.ordered import (
 )
 from stepgraph.pair.runner import Runner, WeightGraph
 from stepgraph.pair.target import PairTarget
+from stepgraph.pair.uses import is_reentrant
 from stepgraph.signature.ambient import changed_flags
 
 

@@ -27,11 +27,11 @@ from stepgraph.observe.module_attributes import ModuleAttributes
 from stepgraph.observe.step_objects import leaves_behind
 from stepgraph.pair.cached_casts import as_computed, keeps_casts
 from stepgraph.pair.call import EagerCall
-from stepgraph.pair.differentiate import is_reentrant
 from stepgraph.pair.eager import run_call
 from stepgraph.pair.kind import CallKind
 from stepgraph.pair.parameter_proxies import without_hooks
 from stepgraph.pair.target import PairTarget
+from stepgraph.pair.uses import is_reentrant
 from stepgraph.rng.tracker import tracker_for
 from stepgraph.signature.ambient import under_autocast, without_saved_tensor_hooks
 from stepgraph.tree import flatten, unflatten

@@ -16,7 +16,8 @@ other parameters may have their gradients already, and not before anything has r
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+import weakref
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +45,7 @@ class _Shares:
         """True if a parameter has received nothing else."""
         if self.num == 1:
             return received.untyped_storage().data_ptr() == self.storage.data_ptr()
-        return _same_bits(received, self.total)
+        return bool(same_bits(received, self.total))
 
 
 class OtherUses:
@@ -60,12 +61,30 @@ class OtherUses:
         self._under_way = 0
         self.is_strict = False
         """True if a use that begins later is an error, in each backward until the answers are forgotten."""
+        self.when_found: weakref.WeakMethod[Callable[[torch.Tensor], None]] | None = None
+        """Called with a parameter that had no other uses until now."""
         self.version = 0
         """Counts the changes of the answers of `through_autograd`."""
 
     def through_autograd(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Those of some parameters whose gradients autograd must add up."""
         return {name: p for name, p in parameters.items() if self._shown.get(p, True) or p not in self._settled}
+
+    def are_none(self, parameter: torch.Tensor) -> bool:
+        """True if a backward has shown that a parameter has no other uses, and none since has shown one."""
+        return not self._shown.get(parameter, True)
+
+    def tell(self, parameter: torch.Tensor, *, others: bool) -> None:
+        """Take up what an eager backward has shown. It does not settle a parameter without other uses."""
+        known = self._shown.get(parameter)
+        self._shown[parameter] = others or bool(known)
+        if others and known is False:
+            self._began(parameter)
+
+    def _began(self, parameter: torch.Tensor) -> None:
+        self.version += 1
+        if self.when_found is not None and (tell := self.when_found()) is not None:
+            tell(parameter)
 
     def found(self, parameters: Collection[torch.Tensor]) -> set[int]:
         """Those of some parameters that have other uses, by id."""
@@ -122,7 +141,8 @@ class OtherUses:
             return
         shares.handle.remove()
         others = received[0] is not None and not shares.is_all(received[0])
-        if others and self._shown.get(parameter) is False:
+        began = others and self._shown.get(parameter) is False
+        if began:
             error = _began_later(shares.name, is_strict=self.is_strict)
             if self.is_strict:
                 self._settled.pop(parameter, None)  # it stays in question
@@ -131,12 +151,15 @@ class OtherUses:
             warn_user(str(error))
         self._shown[parameter] = others
         self._settle()
+        if began:
+            self._began(parameter)
 
 
-def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+def same_bits(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+    """A flag on the device: two tensors of one shape have the same bits."""
     with torch.no_grad():
         one, two = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, two))
-        return torch.equal(one, two)
+        return (one == two).all()
 
 
 def _began_later(name: str, *, is_strict: bool) -> StateChanged:

@@ -6,7 +6,7 @@ that came back, flags and modes around the call, the operations, and the effects
 whose signatures differ between the two (a batch of tokens that the data chose) is not worth a graph. Of modules that
 look alike (`alike`) the first is observed for all.
 
-The second call also shows where tensors are used (`uses`), on which the bits of gradients depend.
+The second call also shows backwards that compute some gradients only (`partial`), which no graph can replay.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from stepgraph.errors import InvalidArgument
 from stepgraph.frames import untraced
 from stepgraph.joined.alike import look_of
+from stepgraph.joined.partial import PartialBackwards
 from stepgraph.joined.search import Node, Refusal
-from stepgraph.joined.uses import GradientSums, edges_of
 from stepgraph.modules.manager import ModuleGraphs
 from stepgraph.modules.options import ModuleOptions
 from stepgraph.modules.session import ModuleSession
@@ -72,8 +72,6 @@ class ObservedModule:
         """The signatures of the first observed call."""
         self.seen: dict[Hashable, SeenCall] = {}
         self.most_under_way = 0
-        self.other_sum: str | None = None
-        """A gradient whose sum a graph would make in another order."""
 
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,18 +111,13 @@ class ObservedModule:
         return found if reason is None else None
 
     def _noted(self, key: Hashable, signature: Signature, leaves: Sequence[Any], run: Callable[[], Any]) -> Any:
-        alike, is_first = self._step.seen.get((self.look, key)), key not in self.seen
-        edges = edges_of(zip(signature.names(), leaves, strict=True)) if is_first else {}
+        alike = self._step.seen.get((self.look, key))
         if alike is not None:
             known = self.seen.setdefault(key, SeenCall(alike.kind, alike.eager))
             value = run()
             self._wait(known, _again(known.eager), _tensors(value))
-        else:
-            value = self._observed(key, signature, leaves, run)
-        if is_first:
-            named = self.target.module.named_parameters()
-            self._step.sums.note(edges, named, value, functools.partial(setattr, self, "other_sum"))
-        return value
+            return value
+        return self._observed(key, signature, leaves, run)
 
     def _observed(self, key: Hashable, signature: Signature, leaves: Sequence[Any], run: Callable[[], Any]) -> Any:
         """Make the first call of its kind, and note all that a recording needs."""
@@ -182,7 +175,7 @@ class ObservedStep:
         self.session.backend_for(self.model)
         self.modules: dict[str, ObservedModule] = {}
         self.is_second = False
-        self.sums = GradientSums()
+        self.backwards = PartialBackwards()
         self.seen: dict[Hashable, SeenCall] = {}
         """The observed calls, by the look of the module and the signature."""
         known: set[int] = set()
@@ -231,7 +224,7 @@ class ObservedStep:
             for module in self.modules.values():
                 stack.callback(put_in_place(module.target.module, module.target.method, module))
             if second:
-                stack.enter_context(self.sums.watching())
+                stack.enter_context(self.backwards.watching())
             yield
 
     def close(self) -> None:

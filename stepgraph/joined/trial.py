@@ -70,10 +70,8 @@ class Trials:
         return None
 
     def _refused_by_gradients(self, module: ObservedModule) -> Refusal | None:
-        """Refuse a module that can be recorded, but whose gradients would not have eager's bits."""
-        partial = self._step.sums.partial
-        if module.other_sum is not None:
-            return _refusal(module, CaptureError(module.other_sum, rule="gradient-order"))
+        """Refuse a module that can be recorded, but that a backward for some gradients may reach."""
+        partial = self._step.backwards.call
         if partial is not None and any(seen.eager.is_differentiable for seen in module.seen.values()):
             return _refusal(module, CaptureError(f"the step calls {partial}", rule="partial-backward"))
         return None

@@ -128,7 +128,9 @@ class Recorder:
         results = made.outputs.tensors
         site.note_handed_out(made.outputs, slot)
         if keeps_casts(eager.ambient):
-            site.casts.follow(results, arguments.tensors.values())
+            site.uses.casts.follow(results, arguments.tensors.values())
+        if site.kind.obstacle is None and not eager.in_ddp:
+            site.uses.follow(results, arguments.tensors)
         self._notes.add(call, results)
         if eager.is_differentiable:
             self._outstanding[self._session.waiting.add(eager, results, self._saw_backward)] = call

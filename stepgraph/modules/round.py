@@ -87,6 +87,7 @@ class RoundCapture:
         metas = {i: leaf for i, leaf in enumerate(eager.leaves) if isinstance(leaf, ArgMetadata)}
         own = self._memory_plan.buffers(call, {i: m for i, m in metas.items() if i not in given and i not in shared})
         buffers = CallBuffers(own, shared, given)
+        site.uses.describe(eager)
         runner = target.pair().forward(eager, self._memory_plan.lane(call), buffers)
         site.add(runner)
         site.kind.proof.compare(target.name, eager.log, runner.forward.log, strict=target.options.strict)
@@ -132,7 +133,7 @@ class RoundCapture:
         else:
             recorded = site.manager.target.pair().backward(runner, metas, given, eager.backward_autocast, lent)
         for index, grad, lent_grad in zip(runner.edges.flows, recorded.grads_out, recorded.lent, strict=False):
-            if grad is not None and lent_grad is not None and index in call.made_by:
+            if grad is not None and lent_grad is not None and index in call.made_by and index not in eager.elsewhere:
                 producer, result = call.made_by[index]
                 if self._memory_plan.lane(producer) is self._memory_plan.lane(call):
                     self._grads.setdefault(self._memory_plan.key(producer), {})[result] = (grad, lent_grad)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections.abc import Collection, Hashable, Sequence
 
 import torch
@@ -40,6 +41,7 @@ class ModuleSession(PairSession):
         self.recorder = Recorder(self, self.start_over)
         self.managers: list[ManagedModule] = []
         """The state of each manager's module."""
+        self.grads.other_uses.when_found = weakref.WeakMethod(self._found_other_use)
         self.order: FixedRound | None = None
         """The calls that share memory by their order, if `single_mempool` is set."""
         self.session.when_dropped(self._dropped)
@@ -178,6 +180,8 @@ class ModuleSession(PairSession):
 
     def create_warm(self) -> None:
         """At the end of a round, capture the graphs of the calls that have warmed up."""
+        for event in self.recorder.round:
+            event.call.site.uses.settle()
         ready = [e for e in self.recorder.round if self._is_warm(e.call.site)]
         for event in ready:
             self.recorder.credit.pop(id(event.call.site), None)
@@ -195,6 +199,8 @@ class ModuleSession(PairSession):
 
     def create_cudagraphs(self) -> None:
         """Capture all forwards and backwards of the last round, in its order, even before the warm-up ends."""
+        for site in self._sites:
+            site.uses.settle()
         order = self.recorder.events if self.recorder.is_settled and self.recorder.events else self.recorder.round
         self.create([e for e in order if e.call.site.is_open])
 
@@ -234,6 +240,7 @@ class ModuleSession(PairSession):
         try:
             with self.session.workspace.capturing():
                 pair = site.manager.target.pair()
+                site.uses.describe(call)
                 runner = pair.forward(call, self.lanes.spare())
                 found = first_difference(site.runners[0].forward.log, runner.forward.log)
                 if found is not None:
@@ -272,6 +279,12 @@ class ModuleSession(PairSession):
                 if id(module) not in own:
                     found |= {id(p) for p in module._parameters.values() if p is not None}
         return found
+
+    def _found_other_use(self, parameter: torch.Tensor) -> None:
+        """Capture again the graphs that add up several uses of a parameter, which other code has begun to use."""
+        for site in self._sites:
+            if site.again is None and any(id(parameter) in runner.edges.summed for runner in site.runners):
+                site.again = "a parameter that it uses several times is used by other code too   [gradient-order]"
 
     # -- ending
 

@@ -17,10 +17,11 @@ from stepgraph.buffers.outputs import StaticOutputs
 from stepgraph.errors import CaptureError
 from stepgraph.frames import warn_user
 from stepgraph.modules.options import ModuleOptions
-from stepgraph.pair.cached_casts import CastWatch, shared_cast
+from stepgraph.pair.cached_casts import shared_cast
 from stepgraph.pair.call import EagerCall
 from stepgraph.pair.kind import CallKind
 from stepgraph.pair.lanes import Tenant
+from stepgraph.pair.own_uses import UsesWatch
 from stepgraph.pair.runner import DelayedWeights, Runner
 from stepgraph.pair.target import PairTarget
 from stepgraph.signature.fast_match import FastMatch
@@ -139,7 +140,7 @@ class ModuleSite:
         """True if a backward reached one of its calls, and if a backward ran while one of its calls waited."""
         self.most_under_way = 0
         """The most calls in flight at a time in warm-up."""
-        self.casts = CastWatch()
+        self.uses = UsesWatch(manager.target.shared.grads.other_uses)
         self.knows_several = False
         """True if a backward of the warm-up reached several calls of the module."""
         self.again: str | None = None
@@ -156,7 +157,7 @@ class ModuleSite:
     @property
     def finding(self) -> CaptureError | None:
         """An effect of its eager calls that no replay can repeat."""
-        return self.kind.seen or self.kind.proof.wavers or self.casts.found()
+        return self.kind.seen or self.kind.proof.wavers or self.uses.casts.found()
 
     @property
     def is_open(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 import torch
 
 from stepgraph.errors import CaptureError
-from stepgraph.pair.differentiate import nodes_behind
+from stepgraph.pair.uses import nodes_behind
 from stepgraph.signature import AMBIENT_NAMES
 
 _AROUND = [AMBIENT_NAMES.index(name) for name in ("grad mode", "autocast cache", "autocast on cuda", "autocast on cpu")]

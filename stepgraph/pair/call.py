@@ -73,6 +73,8 @@ class EagerCall:
     """Arguments that share memory with another one, by leaf index."""
     values: dict[int, torch.Tensor] = field(default_factory=dict)
     """Copies of the tensors, by leaf index, if a recording needs values to work with."""
+    elsewhere: frozenset[int] = frozenset()
+    """Arguments with several uses in the call and others outside, by leaf index."""
     num_results: int = 0
     is_differentiable: bool = False
     log: Log | None = None

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from stepgraph.errors import CaptureError
 from stepgraph.grads.step_grads import refuse_sparse
 from stepgraph.oplog import left_out
+from stepgraph.pair.uses import NotedUses, nodes_behind
 
 
 class AccumulatesByItself(Exception):
@@ -38,37 +40,41 @@ class Inside:
 
 
 Found = tuple[list[torch.Tensor | None], list[torch.Tensor]]
-"""The gradient of each edge, and the parameters that were given one."""
+"""The gradients of the edges, and the parameters that were given one."""
 
 
 def differentiate(
     results: Sequence[torch.Tensor],
     incoming: Sequence[torch.Tensor],
-    edges: Sequence[torch.Tensor],
+    edges: NotedUses,
     inside: Sequence[Inside],
 ) -> Found:
     """Compute all gradients, then add those of the parameters inside to their memory."""
-    sources = [*edges, *(entry.leaf for entry in inside)]
+    sources = [*edges.tensors, *(entry.leaf for entry in inside)]
     before = [leaf.grad for leaf in sources]  # a parameter that is not the module's own may have one
-    grads = torch.autograd.grad(results, sources, incoming, retain_graph=True, allow_unused=True) if sources else ()
+    grads: Sequence[torch.Tensor | None] = ()
+    with edges.noting(results):
+        if sources:
+            grads = torch.autograd.grad(results, sources, incoming, retain_graph=True, allow_unused=True)
     if any(leaf.grad is not grad for leaf, grad in zip(sources, before, strict=True)):
         for leaf, grad in zip(sources, before, strict=True):
             leaf.grad = grad
         raise AccumulatesByItself
-    found = [(entry, grad) for entry, grad in zip(inside, grads[len(edges) :], strict=True) if grad is not None]
-    for grad in grads:
+    own, passed = grads[len(edges.tensors) :], edges.all(grads[: len(edges.tensors)])
+    found = [(entry, grad) for entry, grad in zip(inside, own, strict=True) if grad is not None]
+    for grad in (*passed, *own):
         refuse_sparse(grad)
     with torch.no_grad(), left_out():
         if found:
             torch._foreach_add_([entry.memory for entry, _ in found], [grad for _, grad in found])
-        out = without_aliases(grads[: len(edges)], incoming)
+        out = without_aliases(passed, incoming)
     return out, [entry.parameter for entry, _ in found]
 
 
 def accumulate(
     results: Sequence[torch.Tensor],
     incoming: Sequence[torch.Tensor],
-    edges: Sequence[torch.Tensor],
+    edges: NotedUses,
     inside: Sequence[Inside],
 ) -> Found:
     """Let autograd's accumulators, and those of backwards inside the backward, do the additions."""
@@ -78,10 +84,13 @@ def accumulate(
         for entry in inside:
             entry.leaf.grad = entry.memory
             handles.append(entry.leaf.register_post_accumulate_grad_hook(lambda leaf: reached.add(id(leaf))))
-        torch.autograd.backward(results, incoming, retain_graph=True)
-        grads = [leaf.grad for leaf in edges]
+        with edges.noting(results):
+            torch.autograd.backward(results, incoming, retain_graph=True)
+        if any(leaf.grad is not None for leaf in edges.apart):
+            raise _adds_in_the_middle()
+        grads = edges.all([leaf.grad for leaf in edges.tensors])
     finally:
-        for leaf in (*edges, *(entry.leaf for entry in inside)):
+        for leaf in (*edges.tensors, *(entry.leaf for entry in inside)):
             leaf.grad = None
         for handle in handles:
             handle.remove()
@@ -92,21 +101,13 @@ def accumulate(
     return out, [entry.parameter for entry in inside if id(entry.leaf) in reached]
 
 
-@contextlib.contextmanager
-def noting_arrival(leaves: Sequence[torch.Tensor]) -> Iterator[list[int]]:
-    """Note the order in which a backward has the gradients of leaves, by index."""
-    found: list[int] = []
-    handles = [leaf.register_hook(lambda grad, index=index: found.append(index)) for index, leaf in enumerate(leaves)]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def is_reentrant(results: Sequence[torch.Tensor]) -> bool:
-    """True if a backward from these tensors passes through reentrant checkpointing, torch's or a copy of it."""
-    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes_behind(results))
+def _adds_in_the_middle() -> CaptureError:
+    return CaptureError(
+        "a backward inside the module's backward accumulates the gradient of a parameter with other uses",
+        rule="gradient-order",
+        why="eager adds the shares of the inner backward to .grad before autograd has added up the other uses.",
+        fix="use checkpoint(..., use_reentrant=False), or leave the module out of the scope.",
+    )
 
 
 def saved_memory(results: Sequence[torch.Tensor]) -> frozenset[int]:
@@ -122,18 +123,6 @@ def saved_memory(results: Sequence[torch.Tensor]) -> frozenset[int]:
                     if isinstance(tensor, torch.Tensor) and getattr(entry, "unpack_hook", None) is None:
                         found.add(tensor.untyped_storage()._cdata)
     return frozenset(found)
-
-
-def nodes_behind(tensors: Iterable[torch.Tensor], stop: Iterable[Any] = ()) -> Iterator[Any]:
-    """The nodes of autograd's graph behind these tensors, each once; without `stop` and the nodes behind it."""
-    seen = set(stop)
-    nodes = [tensor.grad_fn for tensor in tensors]
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            nodes += [following for following, _ in node.next_functions]
 
 
 def uses_up_saved(results: Sequence[torch.Tensor]) -> bool:

@@ -14,6 +14,7 @@ In autograd's graph a node stands for the call (`ReplayNode`). Its inputs are th
 back to the caller, and an anchor. The anchor is an empty leaf. With it autograd builds the node even if no argument
 needs a gradient, and a full backward, which reaches every leaf, can be distinguished from one for certain tensors only.
 Parameters whose gradients the graph itself accumulates are not inputs, because each input costs host time.
+A tensor whose uses autograd must add up one by one is an input once for each use (`pair.uses`).
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ class InFlightCall:
             self._ran_in = torch._C._current_graph_task_id()
             several = runner.in_flight.has_more_to_come(self)
             if several:
-                recorded.accumulated.begin_sum(without=passed)
+                if not runner.edges.adds_at_once:
+                    recorded.accumulated.begin_sum(without=passed)
                 if runner.edges.keeps_casts and runner.tell_several is not None:
                     runner.tell_several()
         recorded.grads_in.load(grads)

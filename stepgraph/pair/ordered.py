@@ -22,10 +22,11 @@ from stepgraph.buffers.reuse_pool import TensorReusePool
 from stepgraph.errors import CaptureError
 from stepgraph.oplog import OpLog, left_out
 from stepgraph.pair.call import EagerCall
-from stepgraph.pair.differentiate import is_reentrant, without_aliases
+from stepgraph.pair.differentiate import without_aliases
 from stepgraph.pair.record import PairCapture
 from stepgraph.pair.runner import BackwardGraph, Grads, Runner, WeightGraph
 from stepgraph.pair.split_backward import WeightPart, input_gradients
+from stepgraph.pair.uses import is_reentrant
 
 NO_AUTOCAST = (False, False)
 """A backward runs without autocast, even if autocast is on around the capture."""
@@ -106,7 +107,7 @@ def record_input_part(
             why="such checkpointing accumulates gradients itself, so the parts cannot be computed one by one.",
             fix="use checkpoint(..., use_reentrant=False).",
         )
-    late = runner.edges.outside
+    late = runner.edges.bound
     inside = pair.accumulated_inside(late)
     inputs = [runner.boundary.tensors[i] for i in runner.edges.flows]
     leaves = [pair.proxies.of(p) for p in (*inside, *late)]
@@ -126,7 +127,9 @@ def record_input_part(
     recording = pair.record(runner.lane, notes, run, around, runner.forward)
     boundary = StaticInputs(given, in_use={i: other.is_held for i, other in (lent or {}).items()})
     backward = pair.keep(runner, metas, autocast, recording, boundary)
-    runner.edges = dataclasses.replace(runner.edges, outside=(), inside={})  # not even None comes to them in this part
+    runner.edges = dataclasses.replace(
+        runner.edges, outside=(), bound=(), inside={}
+    )  # not even None comes to them in this part
     return InputPart(backward, notes, weights[0], tuple(inside), late)
 
 

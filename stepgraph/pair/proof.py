@@ -19,7 +19,7 @@ import torch
 from stepgraph.errors import CaptureError
 from stepgraph.oplog import Log, OpLog, Roles, Vocabulary, first_difference, noting_unseen
 from stepgraph.pair.cached_casts import keeps_casts
-from stepgraph.pair.differentiate import nodes_behind
+from stepgraph.pair.uses import nodes_behind
 from stepgraph.session.proof import NotWarm, Shown, judge, next_audit, tell_other_path, varying_operations
 from stepgraph.tree import flatten
 

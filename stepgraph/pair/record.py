@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -23,7 +24,9 @@ from stepgraph.buffers.borrowed import BorrowedTensor
 from stepgraph.buffers.inputs import ArgMetadata, StaticInputs
 from stepgraph.buffers.outputs import StaticOutputs, another_leaf, leaf_results
 from stepgraph.errors import CaptureError
+from stepgraph.guards.hooks import is_hooked
 from stepgraph.guards.random_names import NamesGuard
+from stepgraph.observe.ddp import reduced_parameters
 from stepgraph.observe.module_attributes import ModuleAttributes
 from stepgraph.observe.step_objects import leaves_behind
 from stepgraph.oplog import OpLog, left_out
@@ -34,8 +37,6 @@ from stepgraph.pair.differentiate import (
     Inside,
     accumulate,
     differentiate,
-    is_reentrant,
-    noting_arrival,
     recording_compiled_backwards,
     saved_memory,
     uses_up_saved,
@@ -45,6 +46,7 @@ from stepgraph.pair.parameter_proxies import ParameterProxies, without_hooks
 from stepgraph.pair.proof import note_forward, noting
 from stepgraph.pair.runner import AutogradEdges, BackwardGraph, Backwards, ForwardGraph, Grads, Recording, Runner
 from stepgraph.pair.shared import PairSession
+from stepgraph.pair.uses import NotedUses, count_uses, is_reentrant
 from stepgraph.rng.tracker import state_of_another_graph, tracker_for
 from stepgraph.session.failure import refuse_changed_container
 from stepgraph.signature import refuse_tensor_classes
@@ -83,6 +85,7 @@ class PairCapture:
         self._with_modes = with_modes(module)
         self._accumulates = False
         self._known: list[torch.Tensor] = []
+        self._apart: set[int] = set()
         self._outside = frozenset(outside)
         self._returned = shared.returned
 
@@ -224,24 +227,35 @@ class PairCapture:
         """Describe how autograd passes through a forward, and the parameters that it uses."""
         differentiable = any(result.differentiable)
         anchor = torch.empty(0, device="cpu", requires_grad=differentiable)  # where autograd has least to do for it
-        flows, outside = [], []
+        flows: list[int] = []
+        outside, bound, apart = [], [], []
+        repeated: dict[int, tuple[torch.Tensor, int]] = {}
+        at_once = is_reentrant(result.tensors)
         self._known = list(self.proxies.parameters)
         if differentiable:
             behind = list(leaves_behind([t for t in result.tensors if t.requires_grad]))
             reached = set(map(id, behind))
             self._known = [p for p in self._known if id(self.proxies.of(p)) in reached]
-            flows = [i for i, t in tensors.items() if t.requires_grad]
+            flows = self._flows(call, result, tensors)
             own = {id(t) for t in (*tensors.values(), *self.proxies.leaves)}
             foreign = {id(leaf): leaf for leaf in behind if id(leaf) not in own}
-            outside = [*self._through_autograd(call, result), *foreign.values()]
+            bound = [*self._through_autograd(call, result), *foreign.values()]
+            repeated = self._repeated(result, bound)
+            apart = [p for p, _ in repeated.values() if self._are_apart(p, bound, at_once=at_once)]
+            several = {id(p): repeated.pop(id(p))[1] for p in apart}
+            outside = [p for p in dict.fromkeys([*bound, *apart]) for _ in range(several.get(id(p), 1))]
         self._known += [t for t in result.objects if t.requires_grad and all(t is not known for known in self._known)]
         saved = saved_memory(result.tensors)
         pairs = zip(result.tensors, result.differentiable, strict=True)
         return AutogradEdges(
             flows=tuple(flows),
             outside=tuple(outside),
+            bound=tuple(bound),
+            apart=tuple(apart),
+            summed=frozenset(repeated),
+            adds_at_once=at_once,
             inside=self._names_inside(outside, result) if differentiable else {},
-            saved_inputs=tuple([i for i in flows if _storage(tensors[i]) in saved]),
+            saved_inputs=tuple([i for i in dict.fromkeys(flows) if _storage(tensors[i]) in saved]),
             saved_results=tuple([i for i, (t, known) in enumerate(pairs) if known and _storage(t) in saved]),
             anchor=anchor,
             anchor_node=torch.autograd.graph.get_gradient_edge(anchor).node if differentiable else None,
@@ -268,8 +282,41 @@ class PairCapture:
         A parameter without a use gets no gradient, and DDP's reducer must not hear of it, as in eager.
         """
         # what a reentrant backward reaches is not known before it runs
-        used = self.proxies.parameters if is_reentrant(result.tensors) else self._known
+        at_once = is_reentrant(result.tensors)
+        used = self.proxies.parameters if at_once else self._known
+        if at_once and not call.in_ddp:  # with eager's checkpoint, too, autograd does not add up what it has inside
+            reduced = reduced_parameters()
+            return [p for p in used if id(p) in self._outside and (is_hooked(p) or id(p) in reduced)]
         return [p for p in used if call.in_ddp or id(p) in self._outside or p in self._returned]
+
+    def _flows(self, call: EagerCall, result: StaticOutputs, tensors: Mapping[int, torch.Tensor]) -> list[int]:
+        """The arguments that gradients flow back to, once for each use if there are others outside."""
+        found = [i for i, tensor in tensors.items() if tensor.requires_grad]
+        counts = count_uses(_differentiable(result), [tensors[i] for i in found if i in call.elsewhere])
+        return [i for i in found for _ in range(max(1, counts[id(tensors[i])]))]
+
+    def _repeated(self, result: StaticOutputs, bound: Iterable[torch.Tensor]) -> dict[int, tuple[torch.Tensor, int]]:
+        """The parameters with uses that autograd adds up, and the numbers of the uses, by id.
+
+        Reentrant checkpointing adds what it has inside at once, so that one use beside it counts there, too.
+        """
+        results, least = _differentiable(result), 1 if is_reentrant(result.tensors) else 2
+        parameters = {id(p): p for p in (*self._known, *bound)}
+        counts = count_uses(results, map(self.proxies.of, parameters.values()))
+        numbers = {key: counts[id(self.proxies.of(p))] for key, p in parameters.items()}
+        return {key: (p, numbers[key]) for key, p in parameters.items() if numbers[key] >= least}
+
+    def _are_apart(self, parameter: torch.Tensor, bound: Sequence[torch.Tensor], *, at_once: bool) -> bool:
+        """True if autograd must add up the uses of a parameter one by one: there are others, or there may be.
+
+        That stays so for all graphs of the module: a call that is recorded again must have the same operations.
+        """
+        others = self.grads.other_uses
+        if at_once:  # other uses cannot be told from those inside a checkpoint, which may not be handed out
+            return bool(others.found([parameter]))
+        if not others.are_none(parameter) or any(parameter is each for each in bound):
+            self._apart.add(id(parameter))
+        return id(parameter) in self._apart
 
     def known_parameters(self) -> list[torch.Tensor]:
         """The parameters that the last forward's graph uses, also frozen ones."""
@@ -308,12 +355,16 @@ class PairCapture:
         self._accumulates = self._accumulates or is_reentrant(results)
         outside, inside = runner.edges.outside, self._inside(runner, results)
         edges = [*(runner.boundary.tensors[i] for i in runner.edges.flows), *map(self.proxies.of, outside)]
+        num_flows = len(runner.edges.flows)
+        apart = [edge for edge, number in Counter(edges[:num_flows]).items() if number > 1]
+        apart += map(self.proxies.of, runner.edges.apart)
         before = [dict(p.__dict__) for p in self.proxies.leaves]
 
         def run(graph: Graph) -> tuple[Grads, list[torch.Tensor]]:
             compute = accumulate if self._accumulates else differentiate
-            with noting_arrival(edges[len(runner.edges.flows) :]) as arrival:
-                grads, parameters = compute(results, list(incoming.values()), edges, inside)
+            uses = NotedUses(edges, apart)
+            grads, parameters = compute(results, list(incoming.values()), uses, inside)
+            arrival = [place - num_flows for place in uses.arrival if place >= num_flows]
             runner.edges = dataclasses.replace(runner.edges, arrival=tuple(arrival))
             if then is not None:
                 with left_out():
@@ -401,6 +452,10 @@ class PairCapture:
 def with_modes(module: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules that have their own training flag; a compiled module shows the flag of the module in it."""
     return [inner for inner in module.modules() if "training" in vars(inner)]
+
+
+def _differentiable(result: StaticOutputs) -> list[torch.Tensor]:
+    return [tensor for tensor in result.tensors if tensor.requires_grad]
 
 
 def _storage(tensor: torch.Tensor) -> Any:

@@ -149,9 +149,13 @@ class AutogradEdges:
     """The connections of a runner in autograd's graph."""
 
     flows: tuple[int, ...]
-    """The arguments that gradients flow back to, by leaf index."""
+    """The arguments that gradients flow back to, by leaf index; once for each use if autograd adds up the uses."""
     outside: tuple[torch.Tensor, ...]
-    """Parameters whose gradients autograd accumulates."""
+    """Parameters whose gradients autograd accumulates, once for each use if autograd must add up the uses."""
+    bound: tuple[torch.Tensor, ...]
+    """Those of them, each once, whose gradients cannot be accumulated inside the graphs."""
+    apart: tuple[torch.Tensor, ...]
+    """Those of `outside`, each once, whose uses autograd adds up one by one."""
     inside: Mapping[str, torch.Tensor]
     """Parameters whose gradients the graphs accumulate, unless other code uses them too."""
     saved_inputs: tuple[int, ...]
@@ -162,6 +166,10 @@ class AutogradEdges:
     """None if there is no backward."""
     uses_up_saved: bool
     """True if its backward can run only once for each forward."""
+    summed: frozenset[int]
+    """Parameters inside, by id, several of whose uses the graphs add up."""
+    adds_at_once: bool
+    """True if reentrant checkpointing in the backward adds each share to the gradient, and not their sum."""
     keeps_casts: bool
     """True if eager code would share the casts of its weights with other calls in the autocast region."""
     arrival: tuple[int, ...] = ()

@@ -131,9 +131,9 @@ def _refuse_split(runner: Runner) -> None:
             why="torch finds the weights on the way to the inputs, and would find none.",
             fix="let the inputs of the stage require gradients, or use a schedule that splits no backward.",
         )
-    if runner.edges.outside:
+    if runner.edges.bound:
         raise CaptureError(
-            f"the backward of a stage is split in two, but {len(runner.edges.outside)} of its parameters have hooks, a "
+            f"the backward of a stage is split in two, but {len(runner.edges.bound)} of its parameters have hooks, a "
             "`main_grad`, or belong to another module",
             rule="pipeline-stage",
             why="torch adds to the weights' gradients itself if a backward is split, without running hooks.",
