@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch.optim.optimizer import Optimizer
 
+from stepgraph.backends import Graph
 from stepgraph.buffers.outputs import StaticOutputs, detached
 from stepgraph.errors import CaptureError
 from stepgraph.grads.step_grads import GradCapture
@@ -316,6 +317,7 @@ class StepCapture:
         if (note_loaded := made.chain.note_loaded) is not None:
             for buffer in made.grads.loaded:
                 note_loaded(buffer)
+        self._session.workspace.note_named(*self._reachable(made))
         parameters, inside = site.touched.parameters, list(recorded.inside)
         if site.learnt.cut_scalers:
             site.learnt.scaled |= made.scalers.stepped
@@ -342,6 +344,12 @@ class StepCapture:
         modules = site.touched.all_modules
         start = StartState(recorded.signature, modules, parameters, replay, recorded.random, recorded.replicas)
         return CapturedCall(recorded.signature, replay, start, guards, proof)
+
+    def _reachable(self, made: _Recording) -> tuple[list[torch.Tensor], list[Graph]]:
+        """Return the tensors in which Python finds what a replay leaves, and the graphs that make them."""
+        results = made.outputs.tensors if self._options.outputs == "static" else []
+        graphs = [link.graph for link in made.chain.links if isinstance(link, GraphLink)]
+        return [*(grad for _, grad in made.chain.final if grad is not None), *results], graphs
 
     def agree(self, site: Site, call: CapturedCall, recorded: Recorded, changes: Sequence[Change]) -> None:
         """Drop a new recording that equals the graph's: `changes` had no effect on it.
