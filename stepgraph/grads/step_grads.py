@@ -229,6 +229,20 @@ class GradCapture:
             kept.copy_(grad)
         parameter.grad = kept
 
+    def move_out(self, held: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> bool:
+        """Give new gradients that are in the pool, as `held` tells, addresses outside of it, for another recording.
+
+        Return False if there are none. Call it if graphs were captured before: they may write where gradients are now.
+        """
+        made = [(parameter, grad) for parameter, grad in self._made.values() if self._buffers.get(parameter) is not grad]
+        inside = set(map(id, held([grad for _, grad in made])))
+        with torch.inference_mode(False):
+            for parameter, grad in made:
+                if id(grad) in inside:
+                    form = {"dtype": grad.dtype, "device": grad.device}
+                    self._buffers.keep(parameter, torch.empty_strided(grad.shape, grad.stride(), **form))
+        return bool(inside)
+
     def commit(self) -> None:
         """Accept the recording: the session keeps its addresses, and `.grad` is ready for a replay."""
         self._watches.clear()
