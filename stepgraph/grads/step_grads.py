@@ -234,13 +234,12 @@ class GradCapture:
 
         Return False if there are none. Call it if graphs were captured before: they may write where gradients are now.
         """
-        made = [(parameter, grad) for parameter, grad in self._made.values() if self._buffers.get(parameter) is not grad]
+        made = [(p, grad) for p, grad in self._made.values() if self._buffers.get(p) is not grad]
         inside = set(map(id, held([grad for _, grad in made])))
         with torch.inference_mode(False):
             for parameter, grad in made:
                 if id(grad) in inside:
-                    form = {"dtype": grad.dtype, "device": grad.device}
-                    self._buffers.keep(parameter, torch.empty_strided(grad.shape, grad.stride(), **form))
+                    self._buffers.keep(parameter, _in_new_memory(grad))
         return bool(inside)
 
     def commit(self) -> None:
@@ -268,6 +267,10 @@ class GradCapture:
             parameter.grad = None
         self._made.clear()
         self._last.clear()
+
+
+def _in_new_memory(grad: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(grad.shape, grad.stride(), dtype=grad.dtype, device=grad.device)
 
 
 def _stand_in(grad: torch.Tensor) -> torch.Tensor:

@@ -359,7 +359,7 @@ class StepCapture:
         return CapturedCall(recorded.signature, replay, start, guards, proof)
 
     def _name_memory(self, made: _Recording, *, is_first: bool) -> None:
-        """Keep the memory in which Python finds what a replay leaves from other graphs, and let the backend watch it."""
+        """Keep what Python finds after a replay where no other graph writes, and let the backend watch it."""
         workspace, found = self._session.workspace, [grad for _, grad in made.chain.final if grad is not None]
         if self._options.outputs == "static":
             if not is_first:
