@@ -146,7 +146,7 @@ def test_static_results_survive_replays_of_other_graphs(device: torch.device) ->
     first = stepgraph.capture(lambda x: (x.repeat(8, 1) * 2).relu().sum(), session=session)
     second = stepgraph.capture(lambda x: {"y": x * 3, "x": x}, session=session, outputs="static")
     ones = torch.ones(16, 64, device=device)
-    for i in range(5):
+    for _ in range(5):
         first(ones)
     for i in range(8):
         result = second(ones * i)
