@@ -244,7 +244,9 @@ class GradCapture:
             elif last and made is not None and (own := self._seen.own(parameter)) is not made[1]:
                 pairs += self._bring(parameter, own)  # it had to stay where it was made
         _copy(pairs)
-        return self.left()
+        found = self.left()
+        self._made.update({id(p): (p, grad) for p, grad in found if last and grad is not None and id(p) in self._made})
+        return found
 
     def left(self) -> Attachment:
         """Return each `.grad` that the step has now, as replays set it."""
@@ -306,7 +308,7 @@ class GradCapture:
         inside = set(map(id, held([grad for _, grad in made])))
         with torch.inference_mode(False):
             for parameter, grad in made:
-                if id(grad) in inside:
+                if id(grad) in inside and not self._has_addresses:  # else it may be that gradients moved too early
                     self._buffers.keep(parameter, _in_new_memory(grad))
         return bool(inside)
 

@@ -78,6 +78,7 @@ from stepgraph.values.watch import Watch
 
 _MAX_ATTEMPTS = 6
 """Number of recordings of one call that may each show something that the next one must do."""
+_TWO_GRADIENTS = "returns a gradient and then makes another one, or one of another form at each call"
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +217,7 @@ class StepCapture:
                     made = self._record(
                         *(site, given.structure, inputs.leaves, inside, outside, objects),
                         looks_on=looks_on,
-                        moves_gradients=is_again and not replicas.is_needed,
+                        moves_gradients=is_again and attempt == 1 and not replicas.is_needed,
                     )
             finally:
                 counters.rollback()
@@ -229,7 +230,7 @@ class StepCapture:
             made.drop()
             inputs.refuse_rebound(signature.names())
             if attempt == _MAX_ATTEMPTS:
-                self._surprised(site, own_change(self.name, "makes gradients of another form at each call"))
+                self._surprised(site, own_change(self.name, _TWO_GRADIENTS))
         try:
             self._check(site, kind, leaves, inputs, made)
             raise_held()
