@@ -2,8 +2,7 @@
 
 A graph writes gradients to fixed addresses, and `.grad` is attached to them after each replay. The session keeps one
 address for each parameter (`GradBuffers`): the first graph that makes a gradient gives it its address, later graphs
-copy theirs there as their last node, so that any number of graphs share one set of gradients and nothing that outlives
-a replay is ever handed to another capture.
+copy theirs there as their last node. So any number of graphs share one set of gradients.
 
 A gradient that is a view of the user's own memory (a piece of a flat buffer) and that the step adds to stays where it
 is. The graph adds to it there, if it is the first such graph, or the result is copied there after each replay. A call
@@ -20,6 +19,14 @@ A gradient at the session's address, or in the user's memory, outlives the recor
 another tensor is put in its place (`_stand_in`), whose end can be noted. On CUDA it is at the same address, since
 nothing runs while a graph is recorded. It takes no memory, and a step that begins to use its old gradients after the
 capture (`zero_grad()` is no longer called) is recorded with good addresses, noticed, and recorded again as above.
+
+Memory that Python can reach between calls must not be where another graph writes. Graphs that are captured later cannot
+get it while it is held. But a graph that was captured earlier may have used it for its intermediates, and freed it. So
+the first graph of a session leaves gradients where autograd makes them. If a later one makes a gradient that has no
+address yet, it gets one outside the pool (`move_out`), and the recording is made again.
+
+Within a step a gradient may be kept, dropped from its parameter, and made again (two backwards in one step). The second
+one is copied to the address only if the step no longer uses the first (`_Seen`). Otherwise that waits for the end.
 
 An audit records a call whose gradients have their addresses already. A second set of them would be a large part of all
 memory, so each new gradient moves to its address as soon as it is made (`moving_at_once`), and its own memory is free.
@@ -496,6 +503,16 @@ def refuse_sparse(grad: torch.Tensor | None) -> None:
             why="a sparse gradient has as many entries as the batch has rows, so its memory changes from call to call.",
             fix="use dense gradients (nn.Embedding(..., sparse=False)).",
         )
+
+
+def still_in_use(step: str) -> CaptureError:
+    """Make the error for a gradient that no recording could bring to its address."""
+    return CaptureError(
+        f"{step}: the step makes a gradient of a parameter while an earlier one is in use until its end",
+        rule="held-gradient",
+        why="graphs of this session share one address for each parameter's gradient. The earlier gradient is there.",
+        fix="clone the earlier gradient (`p.grad.clone()`), or give the step a session of its own.",
+    )
 
 
 def _same_layout(one: torch.Tensor, two: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from stepgraph.buffers.outputs import StaticOutputs, detached
 from stepgraph.errors import CaptureError
-from stepgraph.grads.step_grads import GradCapture
+from stepgraph.grads.step_grads import GradCapture, still_in_use
 from stepgraph.guards.hooks import refuse_hooks
 from stepgraph.guards.model import ModelGuard
 from stepgraph.guards.optimizer import NumbersGuard, ParametersGuard, ScalerGuard, StateGuard
@@ -78,7 +78,6 @@ from stepgraph.values.watch import Watch
 
 _MAX_ATTEMPTS = 6
 """Number of recordings of one call that may each show something that the next one must do."""
-_TWO_GRADIENTS = "returns a gradient and then makes another one, or one of another form at each call"
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +229,7 @@ class StepCapture:
             made.drop()
             inputs.refuse_rebound(signature.names())
             if attempt == _MAX_ATTEMPTS:
-                self._surprised(site, own_change(self.name, _TWO_GRADIENTS))
+                self._surprised(site, still_in_use(self.name))
         try:
             self._check(site, kind, leaves, inputs, made)
             raise_held()
