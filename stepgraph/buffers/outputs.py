@@ -87,8 +87,9 @@ class StaticOutputs:
 
     def give(self) -> Any:
         """Return the result in memory that the next call overwrites, and no other graph."""
-        if self._moved:
-            torch._foreach_copy_(list(self._moved.values()), [self.tensors[index] for index in self._moved])
+        if not self._moved:
+            return self.tree
+        torch._foreach_copy_(list(self._moved.values()), [self.tensors[index] for index in self._moved])
         return self.build(self.given, ())
 
     def move_out(self, held: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:

@@ -91,6 +91,24 @@ def test_gradients_of_two_models_in_any_order(
     assert wrap.replays >= 0.8 * 2 * passes * ROUNDS
 
 
+@pytest.mark.parametrize("make", [step_given_its_model, steps_in_one_session])
+def test_gradients_held_over_calls_for_another_model(device: torch.device, make: Callable[..., list[Call]]) -> None:
+    wrap, models = InOneSession(), models_of(device)
+    first, second = make(models, wrap)
+    x = torch.ones(3, 4, device=device)
+    for i in range(12):
+        model, call, other = (models[0], first, second) if i % 2 else (models[1], second, first)
+        model.zero_grad()
+        call(x * i)
+        held = [parameter.grad for parameter in model.parameters()]
+        copies = [grad.clone() for grad in held]
+        model.zero_grad()
+        for _ in range(2):
+            other(x)
+        assert all(map(torch.equal, held, copies))
+    assert wrap.replays >= 20
+
+
 def graphed_after_another(device: torch.device, wrap: Wrap) -> list[torch.Tensor]:
     """Capture an evaluation, then a training, and call the former between a backward and the use of its gradients."""
     model, other = models_of(device)
