@@ -155,6 +155,13 @@ class Workspace(ABC):
     def close(self) -> None:
         """Give the pool back. Graphs must have been freed."""
 
+    def note_named(self, tensors: Iterable[torch.Tensor], writers: Iterable[Graph]) -> None:
+        """Where a backend watches for overwritten memory: Python can reach these tensors between calls.
+
+        Only the `writers`, and graphs that write to these very tensors, may write to their memory.
+        """
+        return
+
 
 class CopyStream:
     """A stream for copies into static buffers, beside the caller's. This one is for a device without streams."""

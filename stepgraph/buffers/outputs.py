@@ -62,6 +62,8 @@ class StaticOutputs:
                     found[id(leaf)] = len(self.tensors)
                     self.tensors.append(leaf)
                 self._computed.append((position, found[id(leaf)]))
+        self._moved: dict[int, torch.Tensor] = {}
+        """Memory outside the pool that `give` copies tensors to, by their index."""
         self._lent: list[BorrowedTensor] = []
         self._watched: dict[int, BorrowedTensor] = {}
         self.copied = [False] * len(self.tensors)
@@ -77,6 +79,27 @@ class StaticOutputs:
     def tree(self) -> Any:
         """The result with the static tensors themselves, which the next call overwrites."""
         return self.build(self.tensors, ())
+
+    @property
+    def given(self) -> list[torch.Tensor]:
+        """The tensors of `give`."""
+        return [self._moved.get(index, tensor) for index, tensor in enumerate(self.tensors)]
+
+    def give(self) -> Any:
+        """Return the result in memory that the next call overwrites, and no other graph."""
+        if not self._moved:
+            return self.tree
+        torch._foreach_copy_(list(self._moved.values()), [self.tensors[index] for index in self._moved])
+        return self.build(self.given, ())
+
+    def move_out(self, held: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
+        """Let `give` copy tensors that are in the pool, as `held` tells, to memory outside of it.
+
+        Graphs that were captured before may write where the tensors are.
+        """
+        inside = set(map(id, held(self.tensors)))
+        with torch.inference_mode(False), torch.no_grad():
+            self._moved = {i: torch.empty_like(t) for i, t in enumerate(self.tensors) if id(t) in inside}
 
     def copier(self) -> Callable[[], Any]:
         """Return a function that makes the result with copies, which are safe to keep."""

@@ -2,8 +2,7 @@
 
 A graph writes gradients to fixed addresses, and `.grad` is attached to them after each replay. The session keeps one
 address for each parameter (`GradBuffers`): the first graph that makes a gradient gives it its address, later graphs
-copy theirs there as their last node, so that any number of graphs share one set of gradients and nothing that outlives
-a replay is ever handed to another capture.
+copy theirs there as their last node. So any number of graphs share one set of gradients.
 
 A gradient that is a view of the user's own memory (a piece of a flat buffer) and that the step adds to stays where it
 is. The graph adds to it there, if it is the first such graph, or the result is copied there after each replay. A call
@@ -21,6 +20,14 @@ another tensor is put in its place (`_stand_in`), whose end can be noted. On CUD
 nothing runs while a graph is recorded. It takes no memory, and a step that begins to use its old gradients after the
 capture (`zero_grad()` is no longer called) is recorded with good addresses, noticed, and recorded again as above.
 
+Memory that Python can reach between calls must not be where another graph writes. Graphs that are captured later cannot
+get it while it is held. But a graph that was captured earlier may have used it for its intermediates, and freed it. So
+the first graph of a session leaves gradients where autograd makes them. If a later one makes a gradient that has no
+address yet, it gets one outside the pool (`move_out`), and the recording is made again.
+
+Within a step a gradient may be kept, dropped from its parameter, and made again (two backwards in one step). The second
+one is copied to the address only if the step no longer uses the first (`_Seen`). Otherwise that waits for the end.
+
 An audit records a call whose gradients have their addresses already. A second set of them would be a large part of all
 memory, so each new gradient moves to its address as soon as it is made (`moving_at_once`), and its own memory is free.
 """
@@ -28,6 +35,7 @@ memory, so each new gradient moves to its address as soon as it is made (`moving
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,7 +49,10 @@ from stepgraph.oplog import current_log, left_out
 
 Attachment = list[tuple[torch.Tensor, torch.Tensor | None]]
 """Parameters and the tensors that become their `.grad`."""
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+"""Addresses and the gradients to copy there."""
 Note = Callable[[torch.Tensor], None]
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 _ALIGNED = 64
 """Bytes; no dtype needs more."""
 
@@ -91,6 +102,56 @@ class _Entry:
         self.parameter.grad = grad
 
 
+class _Seen:
+    """The gradients that the step sees while it is recorded.
+
+    The step may keep a gradient, drop it from its parameter, and make another one. Then the new one must not be copied
+    to the address of the first. So the step and the recording have different tensors over the same memory. What the
+    step uses, it or its views, shows in the number of tensors.
+    """
+
+    def __init__(self) -> None:
+        self._own: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+        """The step's tensor, and the recording's own over the same memory, by parameter id."""
+        self._unused: dict[int, int] = {}
+        """The number of tensors over a parameter's address while the step uses none of them."""
+        self._alone = _num_tensors_over(torch.empty(1, device="cpu"))
+
+    def is_new(self, parameter: torch.Tensor) -> bool:
+        """True if the step has made the present gradient since the last look."""
+        known = self._own.get(id(parameter))
+        return known is None or known[0]() is not parameter.grad
+
+    def own(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the recording's tensor for a gradient that is not new."""
+        return self._own[id(parameter)][1]
+
+    def note(self, parameter: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """Note the recording's tensor for the present gradient."""
+        assert parameter.grad is not None
+        self._own[id(parameter)] = (weakref.ref(parameter.grad), own)
+        return own
+
+    def take(self, parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """Leave a gradient where it was made. Return the recording's tensor."""
+        return self.note(parameter, _over_same_memory(grad))
+
+    def count(self, parameter: torch.Tensor) -> None:
+        """From now on the place of the present gradient is the parameter's address."""
+        is_separate = self.own(parameter) is not parameter.grad
+        self._unused[id(parameter)] = self._alone if is_separate else sys.maxsize
+
+    def show(self, parameter: torch.Tensor, kept: torch.Tensor) -> None:
+        """Set `.grad` to a tensor over the address `kept`."""
+        self._unused.setdefault(id(parameter), _num_tensors_over(kept))
+        parameter.grad = _over_same_memory(kept)
+        self.note(parameter, kept)
+
+    def uses(self, parameter: torch.Tensor, kept: torch.Tensor) -> bool:
+        """Check whether the step uses an earlier gradient at the address `kept`."""
+        return _num_tensors_over(kept) > self._unused.get(id(parameter), sys.maxsize)
+
+
 class GradCapture:
     """Gradients during one recording. `hold` keeps the old gradients, as the module's docstring explains."""
 
@@ -113,8 +174,9 @@ class GradCapture:
         self._empty = [p for p in parameters if p.grad is None]
         self._watches: list[weakref.ref[torch.UntypedStorage]] = []
         self._died_in_time = 0
-        self._last: dict[int, torch.Tensor | None] = {}
+        self._seen = _Seen()
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Parameters and the addresses of their gradients, by parameter id."""
         self._views: Attachment = []
         """Gradients in the user's own memory, which are restored before the first replay."""
         self.loaded: list[torch.Tensor] = []
@@ -134,8 +196,9 @@ class GradCapture:
                 self._hold_entry(parameter, grad)
         else:
             self._release(found)
-        for parameter in self._parameters:
-            self._last[id(parameter)] = parameter.grad if self._hold else None
+        for parameter, _ in found if self._hold else ():
+            assert parameter.grad is not None
+            self._seen.show(parameter, parameter.grad)
 
     def _hold_entry(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
         kept = self._buffers.get(parameter)
@@ -176,31 +239,52 @@ class GradCapture:
         """True if the recording provably does not use the old gradients."""
         return self._hold or self._died_in_time == len(self._watches)
 
-    def end_segment(self) -> Attachment:
+    def end_segment(self, *, last: bool = False) -> Attachment:
         """While recording, bring new gradients to their addresses. Return each `.grad` from here on."""
-        found: Attachment = []
-        targets, sources = [], []
-        log = current_log()
+        pairs: Pairs = []
         for parameter in self._parameters:
-            grad = parameter.grad
-            if grad is not None and grad is not self._last[id(parameter)]:
-                self.added_to.discard(id(parameter))  # what the step adds to from here on is its own
-                refuse_sparse(grad)
-                made = self._made.get(id(parameter))
-                kept = made[1] if made is not None else self._buffers.get(parameter)
-                if kept is not None and kept is not grad and _same_layout(kept, grad):
-                    targets.append(kept)
-                    sources.append(grad)
-                    if log is not None:
-                        log.is_same(kept, grad)
-                    grad = parameter.grad = kept
-                self._made[id(parameter)] = (parameter, grad)
-            self._last[id(parameter)] = grad
-            found.append((parameter, grad))
-        if targets:
-            with torch.no_grad(), left_out():
-                torch._foreach_copy_(targets, sources)
+            grad, made = parameter.grad, self._made.get(id(parameter))
+            if grad is None:
+                continue
+            if self._seen.is_new(parameter):
+                pairs += self._bring(parameter, grad)
+            elif last and made is not None and (own := self._seen.own(parameter)) is not made[1]:
+                pairs += self._bring(parameter, own)  # it had to stay where it was made
+        _copy(pairs)
+        found = self.left()
+        self._made.update({id(p): (p, grad) for p, grad in found if last and grad is not None and id(p) in self._made})
         return found
+
+    def left(self) -> Attachment:
+        """Return each `.grad` that the step has now, as replays set it."""
+        is_known = [p.grad is not None and not self._seen.is_new(p) for p in self._parameters]
+        return [
+            (p, self._seen.own(p) if known else p.grad) for p, known in zip(self._parameters, is_known, strict=True)
+        ]
+
+    def _bring(self, parameter: torch.Tensor, grad: torch.Tensor) -> Pairs:
+        """Choose the place of a gradient. Return its address and the gradient if it is to be copied there."""
+        key, seen = id(parameter), self._seen
+        self.added_to.discard(key)  # what the step adds to from here on is its own
+        refuse_sparse(grad)
+        made = self._made.get(key)
+        kept = made[1] if made is not None else self._buffers.get(parameter)
+        if kept is None or not _same_layout(kept, grad):
+            self._made[key] = (parameter, seen.take(parameter, grad))
+            seen.count(parameter)
+        elif kept is grad:
+            self._made[key] = (parameter, kept)
+            seen.note(parameter, kept)
+        elif seen.uses(parameter, kept):
+            seen.take(parameter, grad)
+        else:
+            log = current_log()
+            if log is not None:
+                log.is_same(kept, grad)
+            self._made[key] = (parameter, kept)
+            seen.show(parameter, kept)
+            return [(kept, grad)]
+        return []
 
     @contextlib.contextmanager
     def moving_at_once(self) -> Iterator[None]:
@@ -219,15 +303,21 @@ class GradCapture:
 
     def _move(self, parameter: torch.Tensor) -> None:
         grad, kept = parameter.grad, self._buffers.get(parameter)
-        is_new = grad is not None and grad is not kept and grad is not self._last.get(id(parameter))
-        if not is_new or grad is None or kept is None or not _same_layout(kept, grad):
-            return
-        log = current_log()
-        if log is not None:
-            log.is_same(kept, grad)
-        with torch.no_grad(), left_out():
-            kept.copy_(grad)
-        parameter.grad = kept
+        if grad is not None and kept is not None and self._seen.is_new(parameter) and _same_layout(kept, grad):
+            _copy(self._bring(parameter, grad))
+
+    def move_out(self, held: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> bool:
+        """Give new gradients that are in the pool, as `held` tells, addresses outside of it, for another recording.
+
+        Return False if there are none. Call it if graphs were captured before: they may write where gradients are now.
+        """
+        made = [(p, grad) for p, grad in self._made.values() if self._buffers.get(p) is not grad]
+        inside = set(map(id, held([grad for _, grad in made])))
+        with torch.inference_mode(False):
+            for parameter, grad in made:
+                if id(grad) in inside and not self._has_addresses:  # else it may be that gradients moved too early
+                    self._buffers.keep(parameter, _in_new_memory(grad))
+        return bool(inside)
 
     def commit(self) -> None:
         """Accept the recording: the session keeps its addresses, and `.grad` is ready for a replay."""
@@ -253,7 +343,23 @@ class GradCapture:
         for parameter in self._empty:
             parameter.grad = None
         self._made.clear()
-        self._last.clear()
+        self._seen = _Seen()
+
+
+def _copy(pairs: Pairs) -> None:
+    if pairs:
+        with torch.no_grad(), left_out():
+            torch._foreach_copy_([kept for kept, _ in pairs], [grad for _, grad in pairs])
+
+
+def _num_tensors_over(tensor: torch.Tensor) -> int:
+    """Count the tensors over the memory of one, Python's handle of the memory included."""
+    storage = tensor.untyped_storage()
+    return _use_count(storage._cdata)
+
+
+def _in_new_memory(grad: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(grad.shape, grad.stride(), dtype=grad.dtype, device=grad.device)
 
 
 def _stand_in(grad: torch.Tensor) -> torch.Tensor:
@@ -380,6 +486,14 @@ def _is_part(grad: torch.Tensor) -> bool:
     return grad._is_view() or grad.untyped_storage().nbytes() != grad.numel() * grad.element_size()
 
 
+def _over_same_memory(grad: torch.Tensor) -> torch.Tensor:
+    """Return another tensor over a gradient's memory, or the gradient itself if others are there anyway."""
+    if grad.requires_grad or _is_part(grad):
+        return grad
+    with left_out():
+        return grad.data
+
+
 def refuse_sparse(grad: torch.Tensor | None) -> None:
     """Refuse a sparse gradient."""
     if grad is not None and grad.layout is not torch.strided:
@@ -389,6 +503,16 @@ def refuse_sparse(grad: torch.Tensor | None) -> None:
             why="a sparse gradient has as many entries as the batch has rows, so its memory changes from call to call.",
             fix="use dense gradients (nn.Embedding(..., sparse=False)).",
         )
+
+
+def still_in_use(step: str) -> CaptureError:
+    """Make the error for a gradient that no recording could bring to its address."""
+    return CaptureError(
+        f"{step}: the step makes a gradient of a parameter while an earlier one is in use until its end",
+        rule="held-gradient",
+        why="graphs of this session share one address for each parameter's gradient. The earlier gradient is there.",
+        fix="clone the earlier gradient (`p.grad.clone()`), or give the step a session of its own.",
+    )
 
 
 def _same_layout(one: torch.Tensor, two: torch.Tensor) -> bool:

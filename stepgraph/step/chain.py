@@ -175,14 +175,14 @@ class ChainRecorder:
         with left_out(), self._random.left() as forked:  # each graph has all random states in place
             grads = self._end_graph()
             result = imitate() if imitate is not None else None
-            left = [(parameter, parameter.grad) for parameter, _ in grads]
-            self._links.append(EagerLink(name, self._random.under(forked, call), grads, left))
+            assert self._grads is not None
+            self._links.append(EagerLink(name, self._random.under(forked, call), grads, self._grads.left()))
             self._begin_graph()
         return result
 
     def finish(self) -> Chain:
         """End the last segment."""
-        final = self._end_graph()
+        final = self._end_graph(last=True)
         return Chain(self._links, final, self._session)
 
     def abort(self) -> None:
@@ -200,11 +200,11 @@ class ChainRecorder:
         self._graph = self._session.workspace.graph(self._generators)
         self._graph.begin()
 
-    def _end_graph(self) -> Attachment:
+    def _end_graph(self, *, last: bool = False) -> Attachment:
         """End the current graph, and drop it if it is empty. Return each `.grad` from here on."""
         assert self._graph is not None
         assert self._grads is not None
-        grads = self._grads.end_segment()
+        grads = self._grads.end_segment(last=last)
         if self._graph.random.rewinds_to:
             raise state_of_another_graph("the step sets the random state", STEP_FIX)
         self._graph.end()

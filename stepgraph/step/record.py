@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Collection, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from stepgraph.buffers.outputs import StaticOutputs, detached
 from stepgraph.errors import CaptureError
-from stepgraph.grads.step_grads import GradCapture
+from stepgraph.grads.step_grads import GradCapture, still_in_use
 from stepgraph.guards.hooks import refuse_hooks
 from stepgraph.guards.model import ModelGuard
 from stepgraph.guards.optimizer import NumbersGuard, ParametersGuard, ScalerGuard, StateGuard
@@ -76,6 +77,9 @@ from stepgraph.tree import Structure, changed_containers, unflatten
 from stepgraph.values.decisions import Answers, HostValues, Trace, undecided, without_stand_ins
 from stepgraph.values.watch import Watch
 
+_MAX_ATTEMPTS = 6
+"""Number of recordings of one call that may each show something that the next one must do."""
+
 
 @dataclass(frozen=True, slots=True)
 class Look:
@@ -124,6 +128,8 @@ class Recorded:
     counters: HostCounters
     random: NamesGuard
     replicas: Replicas
+    is_first: bool
+    """True if the session had no graphs, which may write where this one leaves something."""
 
     @property
     def between(self) -> list[Any]:
@@ -235,8 +241,7 @@ class StepCapture:
         """
         signature, kind, leaves = site.sign(), site.kind(), given.leaves
         refuse_replicas(self.name, site.touched, self._options.safe_hooks, self._session.backend)
-        replicas = Replicas(site.touched.modules)
-        placements = self.placements(site)
+        replicas, placements = Replicas(site.touched.modules), self.placements(site)
         for optimizer in site.touched.optimizers:
             check_forced(optimizer, self._options.optimizer, placements[id(optimizer)])
         inside = [o for o in site.touched.optimizers if placements[id(o)].inside]
@@ -247,7 +252,8 @@ class StepCapture:
         inputs.hold_grads(leaves, signature.names())
         inputs.load(leaves)
         random = NamesGuard(tracker_for(self._session.backend))
-        while True:
+        is_first = not self._session.num_graphs
+        for attempt in itertools.count(1):
             inputs.watch()
             inputs.watch_state(leaves, _own_tensors(site, objects))
             counters, state = HostCounters(inside, self._session.backend), KeptState([*inside, *outside])
@@ -256,7 +262,7 @@ class StepCapture:
                     made = self._record(
                         *(site, given.structure, inputs.leaves, inside, outside, objects),
                         look=look,
-                        moves_gradients=is_again and not replicas.is_needed,
+                        moves_gradients=is_again and attempt == 1 and not replicas.is_needed,
                     )
             finally:
                 counters.rollback()
@@ -269,12 +275,12 @@ class StepCapture:
             if has_other_state:
                 made.drop()
                 self._surprised(site, own_change(self.name, "makes new state of an optimizer at each call"))
-            if made.grads.entries_unused and made.scalers.is_sound:
+            if self._is_usable(site, made, is_first=is_first):
                 break
-            site.learnt.hold_grads = site.learnt.hold_grads or not made.grads.entries_unused
-            site.learnt.cut_scalers = site.learnt.cut_scalers or not made.scalers.is_sound
             made.drop()
             inputs.refuse_rebound(signature.names())
+            if attempt == _MAX_ATTEMPTS:
+                self._surprised(site, still_in_use(self.name))
         try:
             self._check(site, kind, leaves, inputs, made)
             raise_held()
@@ -283,7 +289,15 @@ class StepCapture:
             raise
         scalers = scalers_among(objects)
         placed = (tuple(inside), tuple(outside), scalers)
-        return Recorded(signature, kind, inputs, made, *placed, counters, random, replicas)
+        return Recorded(signature, kind, inputs, made, *placed, counters, random, replicas, is_first)
+
+    def _is_usable(self, site: Site, made: _Recording, *, is_first: bool) -> bool:
+        """Return whether a recording may be kept. Otherwise note what the next one must do."""
+        site.learnt.hold_grads = site.learnt.hold_grads or not made.grads.entries_unused
+        site.learnt.cut_scalers = site.learnt.cut_scalers or not made.scalers.is_sound
+        if not made.grads.entries_unused or not made.scalers.is_sound:
+            return False
+        return is_first or not made.grads.move_out(self._session.workspace.held)
 
     def _check(
         self, site: Site, kind: Hashable, leaves: Sequence[Any], inputs: StepArguments, made: _Recording
@@ -408,6 +422,7 @@ class StepCapture:
         if (note_loaded := made.chain.note_loaded) is not None:
             for buffer in made.grads.loaded:
                 note_loaded(buffer)
+        self._name_memory(made, is_first=recorded.is_first)
         parameters, inside = site.touched.parameters, list(recorded.inside)
         if site.learnt.cut_scalers:
             site.learnt.scaled |= made.scalers.stepped
@@ -426,7 +441,7 @@ class StepCapture:
         counting = (recorded.counters, recorded.replicas)
         replay = Replay(
             *(recorded.inputs, made.chain, made.outputs),
-            made.outputs.copier() if self._options.outputs == "copy" else lambda: made.outputs.tree,
+            made.outputs.copier() if self._options.outputs == "copy" else made.outputs.give,
             *(made.grads.carried_in, made.grads.added_to),
             tuple(part.advance for part in counting if part.is_needed),
             *(made.modes, made.flags),
@@ -434,6 +449,15 @@ class StepCapture:
         modules = site.touched.all_modules
         start = StartState(recorded.signature, modules, parameters, replay, recorded.random, recorded.replicas)
         return CapturedCall(recorded.signature, replay, start, guards, proof)
+
+    def _name_memory(self, made: _Recording, *, is_first: bool) -> None:
+        """Keep what Python finds after a replay where no other graph writes, and let the backend watch it."""
+        workspace, found = self._session.workspace, [grad for _, grad in made.chain.final if grad is not None]
+        if self._options.outputs == "static":
+            if not is_first:
+                made.outputs.move_out(workspace.held)
+            found += made.outputs.given
+        workspace.note_named(found, [link.graph for link in made.chain.links if isinstance(link, GraphLink)])
 
     def agree(
         self, site: Site, call: CapturedCall, recorded: Recorded, changes: Sequence[Change], trace: Trace | None

@@ -114,7 +114,8 @@ class TapeGraph(Graph):
         """What the recording has overwritten, as it is and as it was, by its storage."""
         self._reads: dict[int, PoolPlace] = {}
         self._writes: dict[int, PoolPlace] = {}
-        self._trace: GraphTrace | None = None
+        self.trace: GraphTrace | None = None
+        """What the pool knows of it, between `end` and `free`."""
         self.random = RandomUse()
         self._refused: CaptureRefused | None = None
         self._counted: list[PoolPlace] | None = None
@@ -139,8 +140,8 @@ class TapeGraph(Graph):
         blocks = [place.block for place in (*born, *self._writes.values()) if place.block is not None]
         written = [p.block for p in (*survivors, *self._writes.values()) if p.block is not None]
         read = [place.block for place in self._reads.values() if place.block is not None]
-        self._trace = GraphTrace(Footprint(blocks), read, written)
-        self._pool.ledger.add(self._trace)
+        self.trace = GraphTrace(Footprint(blocks), read, written)
+        self._pool.ledger.add(self.trace)
 
     def abort(self) -> None:
         self._stop()
@@ -149,9 +150,9 @@ class TapeGraph(Graph):
         self.free()
 
     def free(self) -> None:
-        if self._trace is not None:
-            self._pool.ledger.remove(self._trace)
-            self._trace = None
+        if self.trace is not None:
+            self._pool.ledger.remove(self.trace)
+            self.trace = None
         for place in self._counted or ():
             place.aliases -= 1
         self._counted = None
@@ -162,17 +163,24 @@ class TapeGraph(Graph):
         self.free()  # a graph that is dropped holds its memory no more than one that is freed
 
     def replay(self) -> None:
-        assert self._trace is not None, "replay of a graph that was not recorded"
-        if self._pool.ledger.stale_read(self._trace) is not None:
+        assert self.trace is not None, "replay of a graph that was not recorded"
+        if self._pool.ledger.stale_read(self.trace) is not None:
             raise StaleMemoryError(
                 "a graph was about to read memory that another graph's replay has overwritten",
                 rule="stale-memory",
             )
+        if self._pool.named_in_the_way(self.trace) is not None:
+            raise StaleMemoryError(
+                "a graph was about to overwrite memory of another graph that the program can still reach",
+                rule="stale-memory",
+                why="a gradient or a result lies where a graph that was captured before keeps its intermediates.",
+                fix="this is an error of stepgraph: please report it. Give each step a session of its own until then.",
+            )
         if self._counted is None:
             self._counted = self._bind()
         run(self._ops)
-        self._pool.ledger.replayed(self._trace)
-        self._pool.poison_overwritten(self._trace)
+        self._pool.ledger.replayed(self.trace)
+        self._pool.poison_overwritten(self.trace)
 
     def note_loaded(self, tensor: torch.Tensor) -> None:
         place = self._pool.find(tensor.untyped_storage()._cdata)

@@ -148,7 +148,7 @@ class Ledger:
 class PoolPlace:
     """One storage of the tape. `block` is its address in the pool; a storage from outside has none."""
 
-    __slots__ = ("aliases", "block", "holds_floats", "num_bytes", "storage", "watch")
+    __slots__ = ("aliases", "block", "holds_floats", "num_bytes", "storage", "watch", "writers")
 
     def __init__(self, num_bytes: int, storage: torch.UntypedStorage | None, block: Block | None) -> None:
         self.num_bytes = num_bytes
@@ -157,6 +157,8 @@ class PoolPlace:
         self.aliases = 0
         self.holds_floats = True
         self.watch: weakref.ref[torch.UntypedStorage] | None = None
+        self.writers: list[GraphTrace] | None = None
+        """For memory that Python can reach between calls: the graphs that may write anywhere in it."""
 
 
 class TapePool:
@@ -238,10 +240,26 @@ class TapePool:
             if place.block is not None and id(place.block) not in own and trace.footprint.overlaps(place.block):
                 poison(place)
 
+    def note_named(self, key: int, writers: list[GraphTrace]) -> None:
+        """Note that Python can reach a storage between calls, and which graphs may write anywhere in it."""
+        self._live[key].writers = writers
+
+    def named_in_the_way(self, trace: GraphTrace) -> PoolPlace | None:
+        """Before a replay: a place that Python can reach, and that the graph would overwrite with something else."""
+        own = set(map(id, trace.writes))
+        for key, place in self._survivors:
+            if place.writers is None or place.block is None or id(place.block) in own or trace in place.writers:
+                continue
+            if trace.footprint.overlaps(place.block) and self._is_held(key, place):
+                return place
+        return None
+
+    def _is_held(self, key: int, place: PoolPlace) -> bool:
+        return _use_count(key) - self._idle_count > place.aliases
+
     def reap(self) -> None:
         """Find survivors that only graphs hold by now, and free their addresses."""
-        idle = self._idle_count
-        gone = [one for one in self._survivors if _use_count(one[0]) - idle <= one[1].aliases]
+        gone = [one for one in self._survivors if not self._is_held(*one)]
         if not gone:  # almost always
             return
         for key, place in gone:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch.utils import _python_dispatch as dispatch
 
-from stepgraph.backends.base import Backend, Workspace
+from stepgraph.backends.base import Backend, Graph, Workspace
 from stepgraph.backends.tape.graph import Head, TapeGraph
 from stepgraph.backends.tape.memory import TapePool
 from stepgraph.backends.tape.op import has_memory
@@ -126,6 +126,11 @@ class TapeWorkspace(Workspace):
 
     def close(self) -> None:
         self._pool = TapePool()
+
+    def note_named(self, tensors: Iterable[torch.Tensor], writers: Iterable[Graph]) -> None:
+        traces = [graph.trace for graph in writers if isinstance(graph, TapeGraph) and graph.trace is not None]
+        for tensor in self.held(tensors):
+            self._pool.note_named(tensor.untyped_storage()._cdata, traces)
 
 
 class TapeBackend(Backend):

@@ -373,6 +373,49 @@ def test_kept_result_is_garbage_once_an_earlier_graph_replays(workspace: TapeWor
     assert torch.equal(kept, x * 2)
 
 
+class Named:
+    """`maker` leaves y, which Python can reach, where `earlier` has its scratch; `rewriter` writes to y itself."""
+
+    def __init__(self, workspace: TapeWorkspace) -> None:
+        x = numbers()
+        self.earlier, _ = record(workspace, lambda: (x + 1).sum())
+        self.maker, self.y = record(workspace, lambda: x * 2)
+        assert workspace.pool_bytes() < 2 * BYTES, "y is in the scratch memory of the earlier graph"
+        self.rewriter, _ = record(workspace, self.y.copy_, x)
+        workspace.note_named([self.y, x], [self.maker])
+
+
+def test_replay_over_named_memory_is_refused(workspace: TapeWorkspace) -> None:
+    named = Named(workspace)
+    named.maker.replay()
+    with pytest.raises(StaleMemoryError, match="can still reach"):
+        named.earlier.replay()
+    assert torch.equal(named.y, numbers() * 2), "the refused replay has written nothing"
+
+
+def test_replay_over_named_memory_that_nobody_holds(workspace: TapeWorkspace) -> None:
+    named = Named(workspace)
+    named.maker.replay()
+    del named.y
+    named.earlier.replay()
+
+
+def test_graphs_that_write_named_memory_itself_are_replayed(workspace: TapeWorkspace) -> None:
+    named = Named(workspace)
+    for graph in (named.maker, named.rewriter, named.maker):
+        graph.replay()
+    assert torch.equal(named.y, numbers() * 2)
+
+
+def test_all_writers_of_named_memory_may_use_it_as_scratch(workspace: TapeWorkspace) -> None:
+    """The segments of one chain: an earlier one has its scratch where a later one leaves a gradient."""
+    named = Named(workspace)
+    workspace.note_named([named.y], [named.earlier, named.maker])
+    for graph in (named.earlier, named.maker, named.earlier, named.maker):
+        graph.replay()
+    assert torch.equal(named.y, numbers() * 2)
+
+
 def test_stale_read_of_memory_that_the_reader_itself_reuses(workspace: TapeWorkspace) -> None:
     x = numbers()
     box: list[torch.Tensor] = []
