@@ -6,15 +6,21 @@ recording a new tensor over the same memory replaces each tensor of the module. 
 proxies. The tensors themselves take no part in the recording, and later changes to them (an optimizer's step, a loaded
 checkpoint) do not invalidate the tensors that autograd has saved. A tensor with two places in the module has one
 proxy.
+
+A module may also hold its parameters in lists, or weak references to them, as torch's RNNs do. There they are replaced,
+too: an RNN that finds other parameters than in its list moves them to new memory, which only a replay would fill.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+
+from stepgraph.errors import CaptureError
 
 
 class ParameterProxies:
@@ -24,10 +30,18 @@ class ParameterProxies:
         self._places: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
         self._made: dict[int, torch.Tensor] = {}
         self._module = module
+        self._listed: list[tuple[list[Any], int, Any, Any]] = []
+        """Items of lists that are tensors of the module, or weak references to them, and what replaces them."""
         self.parameters: list[torch.Tensor] = []
         """The trainable parameters, each once."""
         for where, name, tensor in _places_in(module):
             self._places.append((where, name, tensor, self._stand_in(tensor)))
+        for items in (items for owner in module.modules() for items in vars(owner).values() if type(items) is list):
+            for index, item in enumerate(items):
+                if isinstance(item, torch.Tensor) and self.has(item):
+                    self._listed.append((items, index, item, self.of(item)))
+                elif type(item) is weakref.ref and isinstance(held := item(), torch.Tensor) and self.has(held):
+                    self._listed.append((items, index, item, weakref.ref(self.of(held))))
 
     @property
     def are_current(self) -> bool:
@@ -72,11 +86,23 @@ class ParameterProxies:
         for where, name, _, stand_in in self._places:
             if name in where:  # a backward may be recorded after the program has taken a tensor away
                 where[name] = stand_in
+        listed = [entry for entry in self._listed if entry[1] < len(entry[0]) and entry[0][entry[1]] is entry[2]]
+        for items, index, _, stand_in in listed:
+            items[index] = stand_in
         try:
             yield
         finally:
             for where, name, tensor in held:
                 where[name] = tensor
+            for items, index, item, _ in listed:
+                items[index : index + 1] = [item]
+
+    def refuse_moved(self) -> None:
+        """After a recording: refuse a module that has given a tensor of its own other memory, which is the proxy's."""
+        for _, name, tensor, stand_in in self._places:
+            if stand_in.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
+                what = f"the module gives `{name}` other memory (`.data = ...`, flatten_parameters())"
+                raise CaptureError(what, rule="own-change")
 
 
 def _places_in(module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:

@@ -162,6 +162,7 @@ class PairCapture:
             made = self._original()(*args, **kwargs)
             note_forward(notes, self.module, made, leaves)
             with left_out():
+                self.proxies.refuse_moved()
                 result = self._result(made, tensors)
                 mutated = tuple([i for i, t in tensors.items() if version_of(t) != versions[i]])
                 if not cache and keeps_casts(call.ambient) and casts_twice(result.tensors):
