@@ -37,6 +37,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -73,6 +74,10 @@ class GradBuffers:
     def get(self, parameter: torch.Tensor) -> torch.Tensor | None:
         found = self._kept.get(id(parameter))
         return found[1] if found is not None else None
+
+    def are_exchanged(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Check whether a parameter has the gradient of another one."""
+        return are_exchanged([(parameter.grad, self.get(parameter)) for parameter in parameters])
 
     def keep(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
         self._kept[id(parameter)] = (parameter, grad)
@@ -424,13 +429,27 @@ class Carried:
 
 
 def can_carry_in(carried: Attachment) -> bool:
-    """True if gradients have the strides of the recorded ones: other strides change the order of a sum."""
-    found = ((parameter.grad, kept) for parameter, kept in carried)
-    return all(
-        grad is kept or (grad is not None and grad.stride() == kept.stride())
-        for grad, kept in found
-        if kept is not None
-    )
+    """True if gradients have the strides of the recorded ones, and none is another parameter's.
+
+    Other strides change the order of a sum.
+    """
+    found = [(parameter.grad, kept) for parameter, kept in carried if kept is not None]
+    if all(grad is kept for grad, kept in found):
+        return True
+    fits = all(grad is kept or (grad is not None and grad.stride() == kept.stride()) for grad, kept in found)
+    return fits and not are_exchanged(found)
+
+
+def are_exchanged(gradients: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> bool:
+    """Check whether two parameters have one gradient, or one has the other's. Each comes with the address kept for it.
+
+    In eager the next backward adds to the gradient that is there, whoever's it was. A graph adds to each parameter's
+    own address.
+    """
+    now = [(grad.data_ptr(), kept) for grad, kept in gradients if grad is not None and grad.numel()]
+    places = Counter(place for place, _ in now)
+    places.update({kept.data_ptr() for _, kept in gradients if kept is not None and kept.numel()})
+    return any(places[place] > (1 + (kept is not None and kept.data_ptr() == place)) for place, kept in now)
 
 
 def carry_in(carried: Attachment, note_loaded: Note | None = None) -> Carried | None:

@@ -28,12 +28,12 @@ class Remedy(enum.Enum):
     """The answer to a change, from the heaviest to the lightest."""
 
     START_OVER = "run eagerly, then capture again"
-    MOVE_OUT = "run the optimizer between graphs, and record again"
     RECAPTURE = "record again"
+    MOVE_OUT = "run the optimizer between graphs, and record again"
     AUDIT = "record again, and compare the operations"
 
 
-_FROM_HEAVIEST = list(Remedy)
+_FROM_HEAVIEST = tuple(Remedy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,12 @@
 """The operations of a call: noted while it runs, and compared with those of another call."""
 
 from stepgraph.oplog.compare import Difference, differences, first_difference
-from stepgraph.oplog.log import Log, OpLog, Roles, StandingMode, Vocabulary, current_log, is_logged, left_out
+from stepgraph.oplog.log import Effects, Log, OpLog, Roles, StandingMode, Vocabulary, current_log, is_logged, left_out
 from stepgraph.oplog.unseen import noting_unseen
 
 __all__ = [
     "Difference",
+    "Effects",
     "Log",
     "OpLog",
     "Roles",

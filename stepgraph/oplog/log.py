@@ -17,7 +17,7 @@ between graphs is not recorded.
 
 A call does more than operations. It steps an optimizer, leaves gradients, modes and plain results. These are *events*:
 notes that stand between operations, for the step of each optimizer, each call of a GradScaler, and the end of the call.
-An event holds the object and its arguments, and all that Python can find at that moment (`OpLog.left`). So two equal
+An event holds the object and its arguments, and all that Python can find at that moment (`OpLog.effects`). So two equal
 logs have the same cuts at the same places, with the same gradients, and leave the same behind.
 
 The four parts of a note are numbers into a `Vocabulary` that logs share. Layers and microbatches repeat each other's
@@ -107,6 +107,28 @@ class _Identities:
 
 def _itself(value: Any) -> Any:
     return value
+
+
+class _Actors:
+    """Names for the optimizers and scalers of a call: those from before it, by id, have one for all logs."""
+
+    def __init__(self, identities: _Identities, known: Container[int]) -> None:
+        self._identities, self._known, self._made = identities, known, _Identities()
+
+    def name(self, value: object) -> str:
+        is_known = id(value) in self._known
+        return self._identities.of(value) if is_known else f"{self._made.of(value)}, made in the call"
+
+
+class Effects:
+    """All that Python can find at an event, besides what the operations have made. Here nothing."""
+
+    def now(self) -> Iterable[Any]:
+        """Return names and values."""
+        return ()
+
+    def forgive(self, optimizer: Any) -> None:
+        """The step of an optimizer is over, or what stands for it: its changes are its own."""
 
 
 class Operation(NamedTuple):
@@ -317,7 +339,7 @@ class OpLog(dispatch.TorchDispatchMode):
         finds_arguments: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._objects, self._made_objects = objects, _Identities()
+        self._actors = _Actors(vocabulary.identities, objects)
         self._keeps_casts = keeps_casts
         self._vocabulary, self._roles = vocabulary, roles or Roles()
         self._device = device.type if device is not None and device.type != "cpu" else None
@@ -335,10 +357,7 @@ class OpLog(dispatch.TorchDispatchMode):
         self._hidden = 0
         """The number of blocks around the call whose operations are not noted."""
         self._nameless = itertools.count()
-        self.left: Callable[[], Iterable[Any]] = tuple
-        """Names and values of all that Python can find now, besides what the operations have made."""
-        self.after_step: Callable[[Any], None] = _itself
-        """Called after the step of an optimizer, or what stands for it: its changes are its own."""
+        self.effects = Effects()
 
     def finish(self) -> Log:
         """The notes so far."""
@@ -365,13 +384,11 @@ class OpLog(dispatch.TorchDispatchMode):
         """Note what happens between operations, with all that the call has left so far."""
         if not self._hidden:
             with _unseen(), Unnoted():
-                self.note_call(Event(name), [*about, *self.left()])
+                self.note_call(Event(name), [*about, *self.effects.now()])
 
     def identity(self, value: object) -> str:
         """A name for an optimizer or scaler: the same in all logs, unless the call has made it."""
-        if id(value) in self._objects:
-            return self._vocabulary.identities.of(value)
-        return f"{self._made_objects.of(value)}, made in the call"
+        return self._actors.name(value)
 
     def has_made(self, tensor: torch.Tensor) -> bool:
         """Whether the call has made the memory of a tensor."""

@@ -17,10 +17,10 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.observe.step_objects import StepObjects, numbered
-from stepgraph.oplog import OpLog
+from stepgraph.oplog import Effects, OpLog
 
 
-class LeftBehind:
+class LeftBehind(Effects):
     """The changes that one call has made to the objects it touches, since it began."""
 
     def __init__(self, touched: StepObjects, log: OpLog, arguments: Iterable[tuple[str, torch.Tensor]]) -> None:

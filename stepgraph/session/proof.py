@@ -202,8 +202,7 @@ class StepLogs:
             if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.grad is not None:
                 roles.add(f"the gradient of argument {index}", leaf.grad)
         log = OpLog(self._vocabulary, leaves, roles, device, objects=touched.known())
-        left = LeftBehind(touched, log, arguments)
-        log.left, log.after_step = left.now, left.forgive
+        log.effects = LeftBehind(touched, log, arguments)
 
         def begin(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             note_step(log, optimizer, args, kwargs)
@@ -211,7 +210,7 @@ class StepLogs:
 
         def end(optimizer: Optimizer, _: Any) -> None:
             log.end_section(id(optimizer))
-            left.forgive(optimizer)
+            log.effects.forgive(optimizer)
 
         with noting_unseen(), at_optimizer_steps(after=end, called=begin), noting_scalers(log), log:
             yield log

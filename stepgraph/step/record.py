@@ -206,8 +206,10 @@ class StepCapture:
                 return self._record_and_keep(site, given, raise_held, Look(trace=trace))
             self._refuse_own(site, trace)
             before.restore()
-            site.predicates.refuse(trace, all_places=False)
-            if site.predicates.learn(trace.decisions()):  # the eager call before may have been of another kind
+            site.predicates.refuse(trace, all_places=trace.is_spoiled)
+            if not trace.is_spoiled and site.predicates.learn(
+                trace.decisions()
+            ):  # the eager call before may have been of another kind
                 raise NotWarm
         return self._record_and_keep(site, given, raise_held, Look(), ahead=ahead)
 
@@ -266,15 +268,9 @@ class StepCapture:
                     )
             finally:
                 counters.rollback()
-                lost, has_other_state = state.rollback()
-            leaving = {id(o): f"the step takes out state of {type(o).__name__}" for o in lost if o in inside}
-            if leaving:
-                made.drop()
-                self.moved.update(leaving)
+                changed_state = state.rollback()
+            if not self._leaves_state(site, made, inside, *changed_state):
                 return self.record(site, given, raise_held, look=look, is_again=is_again)
-            if has_other_state:
-                made.drop()
-                self._surprised(site, own_change(self.name, "makes new state of an optimizer at each call"))
             if self._is_usable(site, made, is_first=is_first):
                 break
             made.drop()
@@ -290,6 +286,21 @@ class StepCapture:
         scalers = scalers_among(objects)
         placed = (tuple(inside), tuple(outside), scalers)
         return Recorded(signature, kind, inputs, made, *placed, counters, random, replicas, is_first)
+
+    def _leaves_state(
+        self, site: Site, made: _Recording, inside: Sequence[Optimizer], lost: Sequence[Optimizer], is_other: bool
+    ) -> bool:
+        """Check what a recording did to the state of optimizers.
+
+        Return False if it has taken out state of optimizers `inside` the graph: they run between graphs from now on.
+        """
+        leaving = {id(o): f"the step takes out state of {type(o).__name__}" for o in lost if o in inside}
+        if leaving or is_other:
+            made.drop()
+        self.moved.update(leaving)
+        if is_other and not leaving:
+            self._surprised(site, own_change(self.name, "makes new state of an optimizer at each call"))
+        return not leaving
 
     def _is_usable(self, site: Site, made: _Recording, *, is_first: bool) -> bool:
         """Return whether a recording may be kept. Otherwise note what the next one must do."""
@@ -539,7 +550,6 @@ class StepCapture:
             stack.enter_context(flags.at_optimizers())
             stack.enter_context(captured_inside(inside))
             stack.enter_context(read.noting([*outside, *objects], recorder.cut, running=inside))
-            stack.enter_context(refusing_writes(inside))
             stack.enter_context(setting_apart())
             stack.enter_context(grads.moving_at_once())
             late = functools.partial(self._late, site)
@@ -551,7 +561,8 @@ class StepCapture:
                     try:
                         args, kwargs = unflatten(structure, leaves)  # new for each recording, as for each eager call
                         recorder.begin(grads)
-                        outputs, log = self._logged(site, leaves, args, kwargs, look)
+                        with refusing_writes(inside):
+                            outputs, log = self._logged(site, leaves, args, kwargs, look)
                         refuse_unknown_results(outputs.plain_values)
                         changed = changed_containers(structure, leaves, (args, kwargs), site.sign().arguments)
                         refuse_changed_container(changed or changed_attributes(site.with_keys(leaves)))

@@ -141,8 +141,6 @@ class Site:
         self.eager = LastEager()
         self.predicates = Predicates()
         """What the step asks of host values."""
-        self.new_answers = 0
-        """Audits that have found another answer."""
         self.effects = OptimizerEffects()
         """Effects of the optimizers in the last eager call, besides their update."""
         self.obstacles: dict[str, Obstacle] = {}

@@ -323,8 +323,8 @@ class CapturedStep(Generic[P, R]):
         self._raise_if_strict(site, told(changes))
         call.answers.refuse(trace.decisions())
         site.predicates.learn(trace.decisions())
-        site.new_answers += 1
-        if site.new_answers > _MAX_NEW_ANSWERS:
+        site.predicates.new_answers += 1
+        if site.predicates.new_answers > _MAX_NEW_ANSWERS:
             self._keep_eager(site, [change.name for change in changes])
         else:
             names = {change.name for change in changes}
@@ -459,6 +459,9 @@ class CapturedStep(Generic[P, R]):
         if site.obstacle is not None and site.changes.is_pause_over():  # what kept changing may rest by now
             site.obstacle = None
             site.start_over(credit=self._options.warmup - 1)
+        if self._session.grads.are_exchanged(site.touched.parameters):
+            self._counts.eager_reasons["a parameter has the gradient of another one"] += 1
+            return self._run_eagerly(site, given)
         decision = self._sites.decide((structure, keys, ambient), site)
         if decision.action is Action.EAGER:
             return self._eager(site, decision.reason, given)
@@ -549,6 +552,9 @@ class CapturedStep(Generic[P, R]):
         if site.obstacle is None:
             self._sites.report_past_limit(reason, site)
         self._counts.eager_reasons[reason] += 1
+        return self._run_eagerly(site, given)
+
+    def _run_eagerly(self, site: Site, given: CallArgs) -> Any:
         moved = on_device(given.leaves, self._session.backend)
         flags = flags_of(site, self._options, self._function)
         with surroundings(self._options.optimizer, self._session.backend), flags.at_optimizers():

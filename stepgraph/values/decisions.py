@@ -142,6 +142,8 @@ class Predicates:
         self._asked: dict[Hashable, tuple[Decisions, Compute]] = {}
         self.untraceable: set[Hashable] = set()
         """Places, by spot, whose own value was asked for, or where a stand-in was refused."""
+        self.new_answers = 0
+        """Audits that have found another answer."""
 
     def traced(self, places: Iterable[Place]) -> Trace:
         """Return a trace of these places, but for those where it is of no use."""
@@ -187,7 +189,8 @@ class Trace:
         self._checks: dict[Hashable, tuple[Compute, Any]] = {}
         self._exact: set[Hashable] = set()
         self._made: list[weakref.ref[Traced]] = []
-        self.is_open = True
+        self.is_open, self.is_spoiled = True, False
+        """Whether it notes what is asked, and whether code in C has refused a stand-in, so that more would be asked."""
 
     def begin(self) -> None:
         """Put the stand-ins in place."""
@@ -210,7 +213,8 @@ class Trace:
         self.begin()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.is_spoiled = kind is not None and not kind.__module__.startswith("stepgraph.")
         self.end()
 
     def asked(self) -> set[Hashable]:
@@ -424,7 +428,8 @@ class HostValues:
 
 def undecided(changes: Iterable[Change], trace: Trace | None) -> list[Change]:
     """Return the changes of values that count by more than the answers to what a recording has asked."""
-    names = {str(place.label) for place in trace.decisions().decided} if trace is not None else ()
+    is_known = trace is not None and not trace.is_spoiled
+    names = {str(place.label) for place in trace.decisions().decided} if trace is not None and is_known else ()
     return [change for change in changes if change.name not in names]
 
 

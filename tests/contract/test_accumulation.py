@@ -180,8 +180,7 @@ def test_accumulation_no_sync_around_the_call_is_never_frozen(device: torch.devi
     with stepgraph.capture(loop.accumulate) as accumulate:
         with pytest.warns(stepgraph.StepgraphWarning, match="require_sync"):
             received = run(loop, accumulate)
-        report = accumulate.report()
-        assert any("require_sync" in reason for reason in (*report.recapture_reasons, *report.eager_reasons))
+        assert accumulate.report().captures >= 2, "a graph for each answer"
     assert_same_history(expected, received, "captured differs from eager")
 
 

@@ -428,8 +428,7 @@ def test_value_that_matters_late_is_right_after_a_recapture(device: torch.device
             config.epoch, config.scale = call // 150, 1.0 if call < 12 * 150 else 2.0
             result = captured(x)
             assert call % 50 or torch.equal(result, step(x))
-        assert captured.report().recaptures == 2
-        assert "too often" not in str(captured.report().equality)
+        assert captured.report().captures == 3
 
 
 def test_counter_compared_with_a_limit_needs_one_audit(device: torch.device) -> None:

@@ -87,7 +87,7 @@ def test_buffers_of_a_shared_argument_are_filled_once(device: torch.device) -> N
                 x = layer(x, mask=mask)
             x.sum().backward()
 
-        for _ in range(4):
+        for _ in range(6):
             step()
         places = {runner.boundary.tensors[1].data_ptr() for runner in runners(handle)}
         assert len(places) == 1

@@ -503,7 +503,8 @@ def test_watch_flag_that_brings_in_parameters_never_seen(device: torch.device) -
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         report = assert_captured_equals_eager(build, device)
-    assert report.recapture_reasons == {"flags['both']: False -> True": 1}
+    assert report.captures == 2
+    assert report.replays >= 9
 
 
 class Average:
