@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tests.generated.batch import run_all
-from tests.generated.program import Program, draw
+from tests.generated.program import Program, draw, literal
 from tests.generated.shrink import FAILED, TRIES, shrink
 from tests.generated.source import as_script
 
@@ -110,7 +110,7 @@ class Summary:
 
 def show(program: Program, engine: str, outcome: dict[str, Any], out: Path | None, console: Console) -> None:
     """Print a failure, or write its script to a folder."""
-    script = f"# {outcome['outcome']}: {outcome.get('detail', '')!r}\n# {program!r}\n\n{as_script(program, engine)}"
+    script = f"# {outcome['outcome']}: {outcome.get('detail', '')!r}\n# {literal(program)}\n\n{as_script(program, engine)}"
     if out is None:
         console.print(script, markup=False, highlight=False, soft_wrap=True)
         return

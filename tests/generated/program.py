@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any
 
 FLAGS = ("period", "from", "until", "flips")
@@ -88,9 +88,9 @@ class Program:
     models: tuple[tuple[Layer, ...], ...]
     optimizers: tuple[Optimizer, ...]
     steps: tuple[tuple[Line, ...], ...]
-    result: str
     order: tuple[int, ...]
     """Which model or step each call is of."""
+    result: str = "loss"
     result_condition: Condition | None = None
     values: tuple[Value, ...] = ()
     events: tuple[Event, ...] = ()
@@ -320,8 +320,8 @@ class Draw:
             nets,
             optimizers,
             steps,
-            result,
             order,
+            result,
             condition,
             tuple(self.values),
             self.events(models, len(order)),
@@ -356,3 +356,19 @@ def _without_limits(line: Line, program: Program) -> Line:
     if line.form == "penalty" and (often or line.condition is not None):
         return replace(line, form="square")
     return line
+
+
+def literal(part: Any) -> str:
+    """A program as Python, without what is so by default."""
+    if is_dataclass(part):
+        words = [
+            f"{field.name}={literal(getattr(part, field.name))}"
+            for field in fields(part)
+            if field.default is MISSING or getattr(part, field.name) != field.default
+        ]
+        return f"{type(part).__name__}({', '.join(words)})"
+    if isinstance(part, tuple):
+        if len(part) > 3 and len(set(part)) == 1:
+            return f"({literal(part[0])},) * {len(part)}"
+        return f"({', '.join(map(literal, part))}{',' if len(part) == 1 else ''})"
+    return repr(part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from tests.generated.program import OPTIMIZERS, SCHEDULES, Condition, Event, Layer, Line, Program
+from tests.generated.program import OPTIMIZERS, SCHEDULES, Condition, Event, Layer, Line, Program, literal
 
 RUNTIME = Path(__file__).with_name("runtime.py")
 HEAD = "from tests.generated.runtime import *\n\n\n"
@@ -324,7 +324,9 @@ class Source:
         for i, optimizer in enumerate(p.optimizers):
             if optimizer.schedule is not None:
                 body.append(f"sched{i}.step()")
-        return [f"for i, which in enumerate({p.order!r}):", *indented(body)]
+        if p.form not in ("given", "each", "split"):
+            return [f"for i in range({len(p.order)}):", *indented(body)]
+        return [f"for i, which in enumerate({literal(p.order)}):", *indented(body)]
 
     def text(self) -> str:
         p = self.p
