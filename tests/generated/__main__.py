@@ -110,14 +110,18 @@ class Summary:
 
 def show(program: Program, engine: str, outcome: dict[str, Any], out: Path | None, console: Console) -> None:
     """Print a failure, or write its script to a folder."""
-    script = f"# {outcome['outcome']}: {outcome.get('detail', '')!r}\n# {literal(program)}\n\n{as_script(program, engine)}"
+    script = (
+        f"# {outcome['outcome']}: {outcome.get('detail', '')!r}\n# {literal(program)}\n\n{as_script(program, engine)}"
+    )
     if out is None:
         console.print(script, markup=False, highlight=False, soft_wrap=True)
         return
     out.mkdir(parents=True, exist_ok=True)
     file = out / f"{engine}_{program.seed}.py"
     file.write_text(script, encoding="utf-8")
-    console.print(f"seed {program.seed}: {outcome['outcome']}, {file}: {outcome.get('detail', '')[-300:]}", markup=False)
+    console.print(
+        f"seed {program.seed}: {outcome['outcome']}, {file}: {outcome.get('detail', '')[-300:]}", markup=False
+    )
 
 
 def parse() -> argparse.Namespace:
@@ -155,7 +159,9 @@ def main() -> int:
                             file.write(json.dumps({"seed": seed, "engine": engine} | outcome) + "\n")
                     if outcome["outcome"] in FAILED:
                         failed.append((program, outcome))
-                        progress.console.print(f"seed {seed}: {outcome['outcome']}: {outcome.get('detail', '')[:150]}", markup=False)
+                        progress.console.print(
+                            f"seed {seed}: {outcome['outcome']}: {outcome.get('detail', '')[:150]}", markup=False
+                        )
             for program, outcome in failed[: given.shrink]:
                 judge = functools.partial(run_one, engine=engine, folder=Path(name))
                 show(*shrink(program, outcome, judge, given.tries)[:1], engine, outcome, given.scripts, console)

@@ -29,7 +29,9 @@ class Child:
     received: bytearray = field(default_factory=bytearray)
 
 
-def run_all(jobs: Iterator[tuple[Any, Callable[[], dict[str, Any]]]], workers: int) -> Iterator[tuple[Any, dict[str, Any]]]:
+def run_all(
+    jobs: Iterator[tuple[Any, Callable[[], dict[str, Any]]]], workers: int
+) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Run each function in a fork of this process; yields its key and what it returned, as they end.
 
     A process that ends by a signal yields the outcome "killed", and one that takes too long "timeout".

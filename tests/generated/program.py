@@ -141,9 +141,22 @@ SCHEDULES = {
 }
 STATEFUL = ("Conv", "Norm", "Spectral")
 """Layers that a pipeline may not have: torch runs them on uninitialized memory to find out shapes."""
-LAYERS = ("Dense", "Conv", "Norm", "Drop", "Attention", "Recurrent", "Tied", "Spectral", "Weighted", "Embedded", "Twice")
+LAYERS = (
+    "Dense",
+    "Conv",
+    "Norm",
+    "Drop",
+    "Attention",
+    "Recurrent",
+    "Tied",
+    "Spectral",
+    "Weighted",
+    "Embedded",
+    "Twice",
+)
 READING = ("Scaled", "Branch", "Tells")
 FORMS = ("one",) * 6 + ("given", "each", "both", "split")
+RARE_LINES = ("noise", "decay", "clear", "train", "eval", "grad none", "times", "times", "times", "mode", "lr", "step")
 RESULTS = ("loss",) * 6 + ("loss and output", "either", "number", "keys", "none", "output", "nothing")
 EVENTS = (
     *("load model", "load optimizer", "lr", "lr", "mode", "clear state", "freeze", "unfreeze", "grad none"),
@@ -206,7 +219,7 @@ class Draw:
         return tuple(found)
 
     def optimizer(self, model: int) -> Optimizer:
-        kind = self.one_of(list(OPTIMIZERS) + ["sgd", "momentum", "adam", "adam", "adamw", "adam fused"])
+        kind = self.one_of([*OPTIMIZERS, "sgd", "momentum", "adam", "adam", "adamw", "adam fused"])
         schedule = self.one_of(list(SCHEDULES)) if self.is_so(0.15) else None
         return Optimizer(kind, model, self.is_so(0.2), schedule)
 
@@ -217,24 +230,24 @@ class Draw:
             form = self.one_of(("autograd.grad", "inputs", "retain"))
         return Line("backward", which, self.condition(0.1), weight, form)
 
-    def lines(self, form: str, models: int, scaler: str | None, average: str | None) -> tuple[Line, ...]:
-        """The lines of a whole step."""
+    def lines(self, form: str, models: int, scaler: str | None, average: str | None, outside: bool) -> tuple[Line, ...]:
+        """The lines of a whole step; `outside` leaves optimizers to the loop."""
         found: list[Line] = []
+        if self.is_so(0.15):  # reads a count without effect
+            found.append(Line("times", 0, Condition(self.value("count"), 1000, 999)))
         scaled = "scaled " if scaler is not None else ""
         for which in range(models if form == "both" else 1):
             zero = Line(self.one_of(("zero", "zero", "zero in place", "zero model")), which, self.condition(0.2))
-            place = self.random.random()
+            place = 1.0 if outside else self.random.random()
             found += [zero] if place < 0.55 else []
             found += [self.backward(which) for _ in range(2 if self.is_so(0.15) else 1)]
             found += [Line("unscale", which)] if scaled and self.is_so(0.3) else []
             found += [Line(self.one_of(("clip", "clip value")), which, self.condition(0.2))] if self.is_so(0.25) else []
-            found += self.applied(which, scaled)
+            found += self.applied(which, scaled) if not outside else []
             found += [zero] if 0.55 <= place < 0.85 else []
             found += [Line("average", which, self.condition(0.2))] if average is not None else []
-        for _ in range(self.random.choice((0, 0, 0, 0, 1, 1, 2))):
-            kind = self.one_of(
-                ("noise", "decay", "clear", "train", "eval", "grad none", "times", "times", "times", "mode", "lr", "step")
-            )
+        for _ in range(0 if outside else self.random.choice((0, 0, 0, 0, 1, 1, 2))):
+            kind = self.one_of(RARE_LINES)
             which = self.random.randrange(models if form == "both" else 1)
             line = Line(kind if kind != "step" else f"{scaled}step", which, self.condition(0.7))
             found.insert(0 if kind == "times" else self.random.randint(0, len(found)), line)
@@ -253,6 +266,11 @@ class Draw:
             return [step, Line("zero", which, condition)]
         return [step] if self.is_so(0.93) else []
 
+    def applied_outside(self, models: int) -> tuple[Event, ...]:
+        """The loop applies gradients, every few calls."""
+        when, zero = ("every", self.one_of((1, 2, 2, 3)), 0), self.one_of(("zero", "zero", "zero in place"))
+        return tuple(Event(kind, when, which) for which in range(models) for kind in ("step", zero))
+
     def events(self, models: int, calls: int) -> tuple[Event, ...]:
         found: list[Event] = []
         for _ in range(self.random.choice((0, 1, 1, 2, 2, 3, 4, 6))):
@@ -262,9 +280,7 @@ class Draw:
             elif self.is_so(0.25):
                 period = self.one_of(PERIODS[:-1])
                 when = ("every", period, self.random.randrange(period))
-            found.append(
-                Event(self.one_of(EVENTS), when, self.random.randrange(models), self.random.randrange(12))
-            )
+            found.append(Event(self.one_of(EVENTS), when, self.random.randrange(models), self.random.randrange(12)))
         return tuple(found)
 
     def calls_of(self, form: str) -> tuple[int, ...]:
@@ -302,7 +318,8 @@ class Draw:
             optimizer if i == 0 else Optimizer(optimizer.kind, i, optimizer.grouped, optimizer.schedule)
             for i in range(models)
         )
-        lines = self.lines(form, models, scaler, average)
+        outside = scaler is None and form != "split" and self.is_so(0.5 if form in ("given", "each") else 0.15)
+        lines = self.lines(form, models, scaler, average, outside)
         steps = (lines,)
         if form == "split":
             cut = next((i for i, line in enumerate(lines) if "backward" in line.kind), 0) + 1
@@ -312,7 +329,9 @@ class Draw:
         condition = self.condition(0.8 if needs else 0.0)
         order = self.calls_of(form)
         small, other = [
-            tuple(sorted(self.random.sample(range(len(order)), self.random.randint(1, 5)))) if self.is_so(chance) else ()
+            tuple(sorted(self.random.sample(range(len(order)), self.random.randint(1, 5))))
+            if self.is_so(chance)
+            else ()
             for chance in (0.1, 0.04)
         ]
         return Program(
@@ -324,7 +343,7 @@ class Draw:
             result,
             condition,
             tuple(self.values),
-            self.events(models, len(order)),
+            (self.applied_outside(models) if outside else ()) + self.events(models, len(order)),
             small,
             other,
             scaler,
@@ -342,20 +361,21 @@ USED_OFTEN = ("Twice", "Tied", "Recurrent", "Spectral", "Weighted", "Attention")
 
 
 def draw(seed: int, engine: str = "capture") -> Program:
-    """The program of a seed, of a form that the engine takes, and within its documented limits."""
+    """The program of a seed, of a form that the engine takes, and within its documented limits.
+
+    A penalty on weights is a use outside of graphed parts. Where a part uses a weight several times, or a backward
+    comes without the penalty, the last bits of its gradient may differ: docs/modules.md says so.
+    """
     program = Draw(seed, engine == "stage").program()
     if engine == "capture":
         return program
-    steps = tuple(tuple(_without_limits(line, program) for line in lines) for lines in program.steps)
-    return replace(program, steps=steps)
-
-
-def _without_limits(line: Line, program: Program) -> Line:
-    """A penalty on weights of graphed parts is a use outside of them: see docs/modules.md, "What is equal"."""
+    lines = [line for step in program.steps for line in step]
     often = any(layer.kind in USED_OFTEN for net in program.models for layer in net)
-    if line.form == "penalty" and (often or line.condition is not None):
-        return replace(line, form="square")
-    return line
+    late = any(line.condition is not None or line.form != "penalty" for line in lines if line.kind == "backward")
+    if often or late:
+        plain = {line: replace(line, form="square") for line in lines if line.form == "penalty"}
+        return replace(program, steps=tuple(tuple(plain.get(line, line) for line in step) for step in program.steps))
+    return program
 
 
 def literal(part: Any) -> str:

@@ -6,10 +6,9 @@ A script of a found failure has the used parts of this file in it, so it imports
 from __future__ import annotations
 
 import contextlib
-import copy
+import copy  # noqa: F401  # generated programs use it
 import os
 import re
-import sys
 import types
 import warnings
 from collections import Counter
@@ -285,6 +284,8 @@ class Engine:
     def __init__(self, options: Mapping[str, Any] = types.MappingProxyType({}), shared: bool = False) -> None:
         self.options, self.shared = dict(options), shared
         self.handles: list[Any] = []
+        self.last: dict[str, int] = {}
+        """The counts before the engine was closed."""
 
     def step(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return function
@@ -340,12 +341,10 @@ class Callables(Engine):
     """`stepgraph.make_graphed_callables`."""
 
     def parts(self, net: nn.Module) -> None:
-        layers, samples, sample = list(net.layers), [], batch(0)
-        for layer in layers:
-            samples.append((sample,))
-            sample = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0)).to(DEVICE).requires_grad_()
+        layers = tuple(net.layers)
+        samples = tuple((batch(number).requires_grad_(),) for number in range(len(layers)))
         options = {k: v for k, v in self.options.items() if k == "audit"}
-        self.handles += stepgraph.make_graphed_callables(tuple(layers), tuple(samples), **options)
+        self.handles += stepgraph.make_graphed_callables(layers, samples, **options)
 
     def close(self) -> None:
         for handle in self.handles:
@@ -462,6 +461,7 @@ class Trace:
 
     def end(self) -> None:
         """After the last call: the engine is closed."""
+        self.engine.last = self.engine.counts()
         self.engine.close()
         self.calls.append(
             {f"result {i} in the end is as it was": bits(held) == was for i, (held, was) in enumerate(self._held)}
@@ -542,6 +542,8 @@ def judge(program: Any, engine: Engine) -> dict[str, Any]:
 
 
 def _counts(engine: Engine) -> dict[str, int]:
+    if engine.last:
+        return engine.last
     try:
         return engine.counts()
     except Exception:  # noqa: BLE001
@@ -557,4 +559,3 @@ def _changed_by_refusal(trace: Trace) -> list[str]:
 
 
 __all__ = [name for name in globals() if not name.startswith("_") and name != "annotations"]
-assert sys and copy  # generated programs use them

@@ -19,7 +19,9 @@ def is_same(one: dict[str, Any], two: dict[str, Any]) -> bool:
     return one["outcome"] == two["outcome"] and one.get("rule") == two.get("rule")
 
 
-def shrink(program: Program, outcome: dict[str, Any], judge: Judge, tries: int = TRIES) -> tuple[Program, dict[str, Any]]:
+def shrink(
+    program: Program, outcome: dict[str, Any], judge: Judge, tries: int = TRIES
+) -> tuple[Program, dict[str, Any]]:
     """The smallest program found that fails as the given one does, and its outcome."""
     seen = {program}
     smaller = True
@@ -167,7 +169,9 @@ def _plainer_parts(program: Program) -> Iterator[Program]:
         how, first, second = event.when
         if how == "every":
             for when in (("at", second, 0), ("at", first + second, 0)):
-                yield replace(program, events=_with(program.events, i, Event(event.kind, when, event.which, event.number)))
+                yield replace(
+                    program, events=_with(program.events, i, Event(event.kind, when, event.which, event.number))
+                )
         if event.number > 1:
             yield replace(program, events=_with(program.events, i, replace(event, number=event.number % 2)))
     for i, value in enumerate(program.values):

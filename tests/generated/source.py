@@ -34,7 +34,12 @@ class Source:
     def name(self, value: int) -> str:
         """How code reads and sets a value."""
         name, holder = f"v{value}", self.p.values[value].holder
-        named = {"dict": f'cfg["{name}"]', "space": f"space.{name}", "deep": f"deep.inner.{name}", "net": f"net0.{name}"}
+        named = {
+            "dict": f'cfg["{name}"]',
+            "space": f"space.{name}",
+            "deep": f"deep.inner.{name}",
+            "net": f"net0.{name}",
+        }
         return named.get(holder, name)
 
     def used(self) -> list[int]:
@@ -173,7 +178,10 @@ class Source:
                 f"loss = {opt}.step(closure)",
             ],
             "decay": [_NO_GRAD, f"    for q in {net}.parameters():", "        q.mul_(0.9)"],
-            "noise": [_NO_GRAD, f"    {net}.head.bias.add_(torch.randn({net}.head.bias.shape, device=DEVICE), alpha=0.001)"],
+            "noise": [
+                _NO_GRAD,
+                f"    {net}.head.bias.add_(torch.randn({net}.head.bias.shape, device=DEVICE), alpha=0.001)",
+            ],
             "clear": [f"{opt}.state.clear()"],
             "train": [f"{net}.train()"],
             "eval": [f"{net}.eval()"],
@@ -187,7 +195,11 @@ class Source:
     def backward(self, line: Line, net: str, opt: str) -> list[str]:
         weight = "" if line.weight is None else f" * {self.weight(line.weight)}"
         if self.p.form == "pipeline":
-            found = ["losses = []", "schedule.step(x, target=x, losses=losses)", f"loss = torch.stack(losses).mean(){weight}"]
+            found = [
+                "losses = []",
+                "schedule.step(x, target=x, losses=losses)",
+                f"loss = torch.stack(losses).mean(){weight}",
+            ]
             return found
         loss = _LOSSES[line.form].format(net=net)
         if weight and " + " in loss:
@@ -234,7 +246,7 @@ class Source:
         return {
             "load model": [f"{net}.load_state_dict(saved{event.which})"],
             "load optimizer": [f"{opt}.load_state_dict(saved_opt{event.which})"],
-            "lr": [f'for group in {opt}.param_groups:', '    group["lr"] *= 0.5'],
+            "lr": [f"for group in {opt}.param_groups:", '    group["lr"] *= 0.5'],
             "momentum": [
                 f"for group in {opt}.param_groups:",
                 '    if "betas" in group:',
@@ -364,7 +376,11 @@ def as_script(program: Program, engine: str) -> str:
     main = [
         "if __name__ == '__main__':",
         f"    engine = ENGINES[{engine!r}]({dict(program.options)!r}, {program.shared!r})",
-        *(["    with one_rank():", "        print(judge(program, engine))"] if engine == "stage" else ["    print(judge(program, engine))"]),
+        *(
+            ["    with one_rank():", "        print(judge(program, engine))"]
+            if engine == "stage"
+            else ["    print(judge(program, engine))"]
+        ),
     ]
     ending = "\n".join(main) + "\n"
     return _pruned(RUNTIME.read_text(encoding="utf-8"), text + ending) + "\n\n" + text + "\n\n" + ending
@@ -386,7 +402,7 @@ def _pruned(runtime: str, user: str) -> str:
         if name not in needed | engines:
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
             del lines[first - 1 : node.end_lineno]
-    kept = [line for line in lines if not line.startswith(("__all__", "assert sys"))]
+    kept = [line for line in lines if not line.startswith("__all__")]
     text = "\n".join(kept)
     while "\n\n\n\n" in text:
         text = text.replace("\n\n\n\n", "\n\n\n")

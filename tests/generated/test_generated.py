@@ -1,4 +1,4 @@
-"""Random programs through each engine: none differs from eager in silence, raises a foreign error or ends its process."""
+"""Random programs through each engine: none differs in silence, raises a foreign error or ends its process."""
 
 from __future__ import annotations
 

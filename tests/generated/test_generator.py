@@ -1,4 +1,4 @@
-"""The generator itself: programs are reproducible, can be written and read again, and failures are told from successes."""
+"""The generator itself: programs are reproducible, can be written and read, and failures are recognized."""
 
 from __future__ import annotations
 
