@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tests.generated.batch import run_all
+from tests.generated.found import FOUND
 from tests.generated.program import Program, draw, literal
 from tests.generated.shrink import FAILED, TRIES, shrink
 from tests.generated.source import as_script
@@ -127,6 +128,7 @@ def show(program: Program, engine: str, outcome: dict[str, Any], out: Path | Non
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.generated", description=__doc__)
     parser.add_argument("--seeds", default="0:200", help="from:to, or one seed")
+    parser.add_argument("--found", action="store_true", help="the programs of found.py instead of seeds")
     parser.add_argument("--engine", default="all", choices=("all", *ENGINES))
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--device", default="cpu")
@@ -137,36 +139,51 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, auto_refresh=False)  # no thread: this process forks
+
+
+def run_engine(
+    engine: str, programs: Iterator[tuple[Any, Program]], total: int, given: argparse.Namespace, console: Console
+) -> int:
+    """Run the programs of one engine and print what came out; the number of failures."""
+    summary, failed = Summary(engine), []
+    with tempfile.TemporaryDirectory() as name, _progress(console) as progress:
+        task = progress.add_task(engine, total=total)
+        for key, program, outcome in run_programs(programs, engine, Path(name), given.jobs):
+            summary.add(outcome)
+            progress.advance(task)
+            progress.refresh()
+            if given.json is not None:
+                with given.json.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"seed": key, "engine": engine} | outcome) + "\n")
+            if outcome["outcome"] in FAILED:
+                failed.append((program, outcome))
+                text = f"{key}: {outcome['outcome']}: {outcome.get('detail', '')[:150]}"
+                progress.console.print(text, markup=False)
+        judge = functools.partial(run_one, engine=engine, folder=Path(name))
+        for program, outcome in failed[: given.shrink]:
+            smaller, outcome = shrink(program, outcome, judge, given.tries)
+            show(smaller, engine, outcome, given.scripts, progress.console)
+    summary.print(console)
+    return len(failed)
+
+
 def main() -> int:
     given = parse()
-    first, _, last = given.seeds.partition(":")
-    seeds = range(int(first), int(last) if last else int(first) + 1)
-    console = Console(stderr=True)
+    console = Console(soft_wrap=True)
     import_all(given.device)
+    engines = ENGINES if given.engine == "all" else (given.engine,)
     failures = 0
-    with tempfile.TemporaryDirectory() as name:
-        for engine in ENGINES if given.engine == "all" else (given.engine,):
-            summary, failed = Summary(engine), []
-            programs = ((seed, draw(seed, engine)) for seed in seeds)
-            columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn())
-            with Progress(*columns, console=console) as progress:
-                task = progress.add_task(engine, total=len(seeds))
-                for seed, program, outcome in run_programs(programs, engine, Path(name), given.jobs):
-                    summary.add(outcome)
-                    progress.advance(task)
-                    if given.json is not None:
-                        with given.json.open("a", encoding="utf-8") as file:
-                            file.write(json.dumps({"seed": seed, "engine": engine} | outcome) + "\n")
-                    if outcome["outcome"] in FAILED:
-                        failed.append((program, outcome))
-                        progress.console.print(
-                            f"seed {seed}: {outcome['outcome']}: {outcome.get('detail', '')[:150]}", markup=False
-                        )
-            for program, outcome in failed[: given.shrink]:
-                judge = functools.partial(run_one, engine=engine, folder=Path(name))
-                show(*shrink(program, outcome, judge, given.tries)[:1], engine, outcome, given.scripts, console)
-            summary.print(console)
-            failures += len(failed)
+    for engine in engines:
+        if given.found:
+            chosen = [(name, program) for name, (of, program) in FOUND.items() if of == engine]
+        else:
+            first, _, last = given.seeds.partition(":")
+            chosen = [(seed, draw(seed, engine)) for seed in range(int(first), int(last or int(first) + 1))]
+        if chosen:
+            failures += run_engine(engine, iter(chosen), len(chosen), given, console)
     return int(failures > 0)
 
 

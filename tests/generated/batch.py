@@ -30,7 +30,7 @@ class Child:
 
 
 def run_all(
-    jobs: Iterator[tuple[Any, Callable[[], dict[str, Any]]]], workers: int
+    jobs: Iterator[tuple[Any, Callable[[], dict[str, Any]]]], workers: int, cpu_s: int = CPU_S, stall_s: float = STALL_S
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Run each function in a fork of this process; yields its key and what it returned, as they end.
 
@@ -45,7 +45,7 @@ def run_all(
                 if job is None:
                     more = False
                     break
-                end, child = _start(*job)
+                end, child = _start(*job, cpu_s)
                 running[end] = child
                 selector.register(end, selectors.EVENT_READ)
             for key, _ in selector.select(1.0):
@@ -58,12 +58,12 @@ def run_all(
                     del running[key.fd]
                     yield child.key, _outcome(child)
             for child in running.values():
-                if time.monotonic() - child.begun > STALL_S:
+                if time.monotonic() - child.begun > stall_s:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(child.pid, signal.SIGXCPU)
 
 
-def _start(key: Any, function: Callable[[], dict[str, Any]]) -> tuple[int, Child]:
+def _start(key: Any, function: Callable[[], dict[str, Any]], cpu_s: int) -> tuple[int, Child]:
     ours, theirs = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -71,15 +71,15 @@ def _start(key: Any, function: Callable[[], dict[str, Any]]) -> tuple[int, Child
     if pid == 0:
         os.close(ours)
         with contextlib.suppress(BaseException):
-            _child(function, theirs)
+            _child(function, theirs, cpu_s)
         os._exit(0)
     os.close(theirs)
     return ours, Child(pid, key, time.monotonic())
 
 
-def _child(function: Callable[[], dict[str, Any]], end: int) -> None:
+def _child(function: Callable[[], dict[str, Any]], end: int, cpu_s: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 5))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 5))
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
