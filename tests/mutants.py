@@ -610,7 +610,7 @@ def prepare() -> None:
 
 def main() -> int:
     given = parse()
-    console = Console(soft_wrap=True)
+    console = Console() if sys.stdout.isatty() else Console(width=200)
     mutants = draw(given.count, given.seed, given.only)
     if given.list:
         for mutant in mutants:

@@ -166,6 +166,8 @@ EVENTS = (
     *("grad scaled", "own grads kept", "deep copy", "reload", "new scheduler", "state value", "backward outside"),
 )
 
+OPTIMIZER_EVENTS = ("load optimizer", "lr", "clear state", "optimizer hook", "state value", "scale", "momentum")
+
 
 class Draw:
     """Draws parts of one program."""
@@ -219,7 +221,7 @@ class Draw:
         return tuple(found)
 
     def optimizer(self, model: int) -> Optimizer:
-        kind = self.one_of([*OPTIMIZERS, "sgd", "momentum", "adam", "adam", "adamw", "adam fused"])
+        kind = self.one_of([*OPTIMIZERS, "sgd", "momentum", "adam", "adamw", "adam fused", "adamw fused"])
         schedule = self.one_of(list(SCHEDULES)) if self.is_so(0.15) else None
         return Optimizer(kind, model, self.is_so(0.2), schedule)
 
@@ -280,7 +282,8 @@ class Draw:
             elif self.is_so(0.25):
                 period = self.one_of(PERIODS[:-1])
                 when = ("every", period, self.random.randrange(period))
-            found.append(Event(self.one_of(EVENTS), when, self.random.randrange(models), self.random.randrange(12)))
+            kind = self.one_of(OPTIMIZER_EVENTS if self.is_so(0.25) else EVENTS)
+            found.append(Event(kind, when, self.random.randrange(models), self.random.randrange(12)))
         return tuple(found)
 
     def calls_of(self, form: str) -> tuple[int, ...]:
