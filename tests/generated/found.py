@@ -239,6 +239,18 @@ FOUND: dict[str, tuple[str, Program]] = {
             seed=1596,
         ),
     ),
+    "plain result of a callable": (
+        "callables",
+        Program(
+            form="one",
+            models=((Layer(kind="Tells", value=0),),),
+            optimizers=(Optimizer(kind="sgd"),),
+            steps=((Line(kind="backward", form="square"),),),
+            order=(0,) * 10,
+            values=(Value(holder="space", schedule="grows", at=(4,)),),
+            seed=203,
+        ),
+    ),
     "hook and mode at once": (
         "modules",
         Program(
@@ -262,6 +274,19 @@ FOUND: dict[str, tuple[str, Program]] = {
             order=(0,) * 19,
             events=(Event(kind="data transposed", when=("at", 9, 0), number=7),),
             seed=68,
+        ),
+    ),
+    "mode changed after a step, stage": (
+        "stage",
+        Program(
+            form="pipeline",
+            models=((Layer(kind="Drop"), Layer(kind="Dense")),),
+            optimizers=(Optimizer(kind="sgd"),),
+            steps=((Line(kind="backward", form="square"), Line(kind="eval", condition=Condition(value=0))),),
+            order=(0,) * 12,
+            values=(Value(holder="space", schedule="grows", at=(4,)),),
+            pipeline="ScheduleInterleavedZeroBubble",
+            seed=1158,
         ),
     ),
     "mode toggled by the step, stage": (
