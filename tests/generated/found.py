@@ -251,6 +251,21 @@ FOUND: dict[str, tuple[str, Program]] = {
             seed=203,
         ),
     ),
+    "keys of a result by a counter": (
+        "capture",
+        Program(
+            form="one",
+            models=((Layer(kind="Dense"),),),
+            optimizers=(Optimizer(kind="sgd"),),
+            steps=((Line(kind="step"),),),
+            order=(0,) * 25,
+            result="keys",
+            result_condition=Condition(value=0, period=5, phase=1, negated=True),
+            values=(Value(holder="space", schedule="counts"),),
+            options=(("warmup", 2),),
+            seed=40039,
+        ),
+    ),
     "hook and mode at once": (
         "modules",
         Program(
