@@ -266,6 +266,23 @@ FOUND: dict[str, tuple[str, Program]] = {
             seed=40039,
         ),
     ),
+    "backward with inputs under a flag": (
+        "modules",
+        Program(
+            form="one",
+            models=((Layer(kind="Dense"),),),
+            optimizers=(Optimizer(kind="sgd"),),
+            steps=(
+                (
+                    Line(kind="backward", form="square"),
+                    Line(kind="backward", condition=Condition(value=0), form="inputs"),
+                ),
+            ),
+            order=(0,) * 16,
+            values=(Value(holder="space", schedule="flips", at=(7,)),),
+            seed=30532,
+        ),
+    ),
     "hook and mode at once": (
         "modules",
         Program(
