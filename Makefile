@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Tests that share a fixture of processes run in one worker (`xdist_group`).
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-FAST_SUITES := tests/cpu tests/contract
+FAST_SUITES := tests/cpu tests/contract tests/generated
 SLOW_SUITES := tests/distributed tests/slow
 
 .PHONY: help venv demo test test-slow test-long time-tests lint docs format clean
