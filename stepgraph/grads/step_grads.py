@@ -446,7 +446,8 @@ def are_exchanged(gradients: Sequence[tuple[torch.Tensor | None, torch.Tensor | 
     In eager the next backward adds to the gradient that is there, whoever's it was. A graph adds to each parameter's
     own address.
     """
-    now = [(grad.data_ptr(), kept) for grad, kept in gradients if grad is not None and grad.numel()]
+    dense = ((grad, kept) for grad, kept in gradients if grad is not None and grad.layout is torch.strided)
+    now = [(grad.data_ptr(), kept) for grad, kept in dense if grad.numel()]
     places = Counter(place for place, _ in now)
     places.update({kept.data_ptr() for _, kept in gradients if kept is not None and kept.numel()})
     return any(places[place] > (1 + (kept is not None and kept.data_ptr() == place)) for place, kept in now)

@@ -106,6 +106,8 @@ class ScalerCapture:
         """Optimizers that a scaler stepped, by id."""
         self.between: list[_Scaler] = []
         """Scalers whose calls were cut."""
+        self.has_begun = False
+        """True if a scaler has made its scale, which it does once, at its first use."""
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -123,7 +125,7 @@ class ScalerCapture:
 
     @contextlib.contextmanager
     def _keeping_stages(self, scaler: _Scaler) -> Iterator[None]:
-        before = scaler._per_optimizer_states
+        before, made = scaler._per_optimizer_states, (scaler._scale, scaler._growth_tracker)
         stages = _stages(before)
         scaler._per_optimizer_states = before.copy()  # with torch's own default for an optimizer not begun with
         scaler._per_optimizer_states.update({key: dict(state) for key, state in before.items()})
@@ -133,6 +135,8 @@ class ScalerCapture:
                 self._was_cut = True
         finally:
             scaler._per_optimizer_states = before
+            self.has_begun = self.has_begun or scaler._scale is not made[0]
+            scaler._scale, scaler._growth_tracker = made
 
     def _take(
         self, scaler: _Scaler, name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -35,13 +35,12 @@ class LeftBehind(Effects):
             taken.add(name)
             self._grads.append((f"{name}.grad", parameter, _weakly(parameter.grad)))
         self._grads += [(f"{name}.grad", leaf, _weakly(leaf.grad)) for name, leaf in arguments]
-        self._states: dict[int, tuple[Optimizer, frozenset[int]]] = {}
-        for optimizer in touched.all_optimizers:
-            self.forgive(optimizer)
+        self._states = {id(o): (o, _with_state(o)) for o in touched.all_optimizers}
 
     def forgive(self, optimizer: Optimizer) -> None:
-        """Expect the state of an optimizer as it is now: its own step has run."""
-        self._states[id(optimizer)] = optimizer, _with_state(optimizer)
+        """Expect the state of an optimizer as it is now: its own step has run. One that the call made is let go."""
+        if id(optimizer) in self._states:
+            self._states[id(optimizer)] = optimizer, _with_state(optimizer)
 
     def now(self) -> Iterator[Any]:
         """Names and tensors of all that was changed so far; changes of an optimizer's state are given once."""

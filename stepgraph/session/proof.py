@@ -30,7 +30,7 @@ from stepgraph.errors import CaptureError
 from stepgraph.frames import warn_user
 from stepgraph.guards.protocol import Change
 from stepgraph.observe.step_objects import StepObjects, numbered
-from stepgraph.oplog import Difference, Log, OpLog, Roles, Vocabulary, first_difference, noting_unseen
+from stepgraph.oplog import Difference, Effects, Log, OpLog, Roles, Vocabulary, first_difference, noting_unseen
 from stepgraph.optim.optimizer import note_step
 from stepgraph.optim.scaler import noting_scalers
 from stepgraph.optim.steps import at_optimizer_steps
@@ -213,7 +213,10 @@ class StepLogs:
             log.effects.forgive(optimizer)
 
         with noting_unseen(), at_optimizer_steps(after=end, called=begin), noting_scalers(log), log:
-            yield log
+            try:
+                yield log
+            finally:
+                log.effects = Effects()  # it refers to the log, and to what ends with the call
 
     def agree(self, eager: Log, recording: Log, outside: Iterable[Any]) -> bool:
         """Check that a recording is the eager call, but for the work between graphs."""

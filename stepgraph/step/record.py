@@ -268,8 +268,8 @@ class StepCapture:
                     )
             finally:
                 counters.rollback()
-                changed_state = state.rollback()
-            if not self._leaves_state(site, made, inside, *changed_state):
+                lost, is_other = state.rollback()
+            if not self._leaves_state(site, made, inside, lost, is_other=is_other or made.scalers.has_begun):
                 return self.record(site, given, raise_held, look=look, is_again=is_again)
             if self._is_usable(site, made, is_first=is_first):
                 break
@@ -288,7 +288,7 @@ class StepCapture:
         return Recorded(signature, kind, inputs, made, *placed, counters, random, replicas, is_first)
 
     def _leaves_state(
-        self, site: Site, made: _Recording, inside: Sequence[Optimizer], lost: Sequence[Optimizer], is_other: bool
+        self, site: Site, made: _Recording, inside: Sequence[Optimizer], lost: Sequence[Optimizer], *, is_other: bool
     ) -> bool:
         """Check what a recording did to the state of optimizers.
 
@@ -299,7 +299,7 @@ class StepCapture:
             made.drop()
         self.moved.update(leaving)
         if is_other and not leaving:
-            self._surprised(site, own_change(self.name, "makes new state of an optimizer at each call"))
+            self._surprised(site, own_change(self.name, "makes new state of an optimizer or a GradScaler at each call"))
         return not leaving
 
     def _is_usable(self, site: Site, made: _Recording, *, is_first: bool) -> bool:
