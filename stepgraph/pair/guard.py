@@ -56,7 +56,8 @@ class SiteGuard:
     ) -> None:
         """`inside` are the parameters whose gradients the graphs accumulate. `before` guarded earlier graphs."""
         self._values, self._model = values, model
-        self._guards = GuardSet((model, ParameterHooksGuard(inside, spell), values, *names))
+        self._gradients = ParameterHooksGuard(inside, spell)
+        self._guards = GuardSet((model, self._gradients, values, *names))
         self._restless: Restless = Restless() if before is None else before._restless
         self._fast, self._checks, self._agreed = FastCheck(), 0, 0
         self._asked: Predicates = Predicates() if before is None else before._asked
@@ -126,8 +127,8 @@ class SiteGuard:
         return self._refused > _MANY
 
     def changed_model(self) -> str | None:
-        """Describe what changed in the model since the capture, or return None."""
-        return told(changes) if (changes := self._model.changed()) else None
+        """Describe what changed in the model or in the hooks of its parameters since the capture, or return None."""
+        return told(changes) if (changes := self._model.changed() or self._gradients.changed()) else None
 
     def admit_hooks(self, names: Sequence[str]) -> None:
         """Ignore hooks of functions with these names on modules inside: the engine that replays runs them."""
