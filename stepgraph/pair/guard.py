@@ -121,6 +121,19 @@ class SiteGuard:
         self._asked.refuse(trace, all_places=is_failed or not is_same)
         return found, is_same
 
+    def repeats(self, differs: Callable[[], Difference | None]) -> bool:
+        """True if a recording that `differs` makes in other circumstances has the operations of the graphs."""
+        before = self._values.host_values()
+        try:
+            is_same = differs() is None
+        except Exception:  # noqa: BLE001 (the call runs eagerly, and shows what it is)
+            is_same = False
+        if is_same:
+            self.agree()
+        else:
+            before.restore()
+        return is_same
+
     def _is_refused_for_long(self) -> bool:
         """Count a call with an answer for which the graphs are wrong. Return True after many in a row."""
         self._refused += 1
