@@ -11,10 +11,14 @@ gradient there. Then the graph gets hidden memory, and gradients are copied in b
 If a parameter has several uses in one backward, autograd adds the sum of their gradients to an old gradient. Graphs
 that run one after the other would each add to the old one. So, if the same backward will run another use, the old
 gradient is put aside until the last of them, and added then.
+
+Each parameter has a gradient of its own. If `.grad` of two parameters of one graph is in the same memory, eager adds
+both shares to it, in the order of its backward. A graph that adds each to its own memory cannot, so it is refused.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
@@ -22,6 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from stepgraph.buffers.borrowed import BorrowedTensor, lend_out
+from stepgraph.errors import CaptureError
 from stepgraph.grads.other_uses import OtherUses
 from stepgraph.grads.step_grads import is_same_memory
 
@@ -102,7 +107,10 @@ class ParamGrads:
     def part(self, parameters: Sequence[torch.Tensor], group: Hashable = None) -> GradPart:
         """The parameters that get gradients from one backward graph. Graphs of one group may share parameters."""
         with torch.no_grad():
-            return GradPart(self, [self._slot(parameter) for parameter in parameters], group)
+            slots = [self._slot(parameter) for parameter in parameters]
+        if any(slot.is_callers for slot in slots):
+            _refuse_shared_memory([slot.memory for slot in slots])
+        return GradPart(self, slots, group)
 
     def _slot(self, parameter: torch.Tensor) -> GradSlot:
         slot = self._slots.get(id(parameter))
@@ -171,17 +179,21 @@ class GradPart:
         return self._is_current
 
     def _bring(self) -> None:
-        empty = []
+        away, empty = [], []
         for parameter, slot in self._pairs:
             there = parameter.grad
             if there is not None and (there is slot.given or is_same_memory(there, slot.memory)):
                 slot.given = there
-                continue
-            is_empty, there = there is None, None
+            else:
+                away.append(slot)
+        there = None
+        if any(slot.parameter.grad is not None for slot in away):
+            _refuse_shared_memory([grad for parameter, _ in self._pairs if (grad := parameter.grad) is not None])
+        for slot in away:
             if not slot.is_free():
                 slot.move()
                 self._grads.moves += 1
-            if not is_empty:
+            if slot.parameter.grad is not None:
                 stays = slot.bring()
             else:
                 empty.append(slot.memory)
@@ -254,6 +266,25 @@ def _empty_like(parameter: torch.Tensor) -> torch.Tensor:
 def _fits(grad: torch.Tensor, parameter: torch.Tensor) -> bool:
     with torch._C.DisableTorchFunction():
         return grad.shape == parameter.shape and grad.dtype == parameter.dtype and grad.device == parameter.device
+
+
+def _refuse_shared_memory(grads: Sequence[torch.Tensor]) -> None:
+    """Refuse gradients of several parameters in the same memory."""
+    found = sorted((_addresses(grad) for grad in grads if grad.numel() and grad.data_ptr()), key=lambda one: one[:2])
+    for (device, _, end, grad), (other_device, start, _, other) in itertools.pairwise(found):
+        if device == other_device and start < end:
+            raise CaptureError(
+                f"parameters of shapes {list(grad.shape)} and {list(other.shape)} share the memory of one `.grad`",
+                rule="held-gradient",
+                why="eager adds the gradients of both to that memory. A graph has separate memory for each parameter.",
+                fix="give each parameter a gradient of its own: `b.grad = a.grad.clone()`.",
+            )
+
+
+def _addresses(grad: torch.Tensor) -> tuple[str, int, int, torch.Tensor]:
+    """The device and the addresses of a gradient; of one with gaps, where others may lie, only the first element's."""
+    start, span = grad.data_ptr(), 1 + sum((n - 1) * step for n, step in zip(grad.shape, grad.stride(), strict=True))
+    return str(grad.device), start, start + (span if span == grad.numel() else 1) * grad.element_size(), grad
 
 
 def _fill_with_nothing(memory: Sequence[torch.Tensor]) -> None:

@@ -98,7 +98,7 @@ class ParameterHooksGuard:
 
     def __init__(self, parameters: Iterable[torch.Tensor], name: Callable[[Any], str]) -> None:
         self._parameters, self._name = list(parameters), name
-        self._handles_seen = RemovableHandle.next_id
+        self._handles_seen = -1  # graphs may be captured long after it was decided what they accumulate
 
     def changed(self) -> Sequence[Change]:
         """Report the first parameter that has a hook now."""

@@ -56,7 +56,8 @@ class SiteGuard:
     ) -> None:
         """`inside` are the parameters whose gradients the graphs accumulate. `before` guarded earlier graphs."""
         self._values, self._model = values, model
-        self._guards = GuardSet((model, ParameterHooksGuard(inside, spell), values, *names))
+        self._gradients = ParameterHooksGuard(inside, spell)
+        self._guards = GuardSet((model, self._gradients, values, *names))
         self._restless: Restless = Restless() if before is None else before._restless
         self._fast, self._checks, self._agreed = FastCheck(), 0, 0
         self._asked: Predicates = Predicates() if before is None else before._asked
@@ -120,14 +121,27 @@ class SiteGuard:
         self._asked.refuse(trace, all_places=is_failed or not is_same)
         return found, is_same
 
+    def repeats(self, differs: Callable[[], Difference | None]) -> bool:
+        """True if a recording that `differs` makes in other circumstances has the operations of the graphs."""
+        before = self._values.host_values()
+        try:
+            is_same = differs() is None
+        except Exception:  # noqa: BLE001 (the call runs eagerly, and shows what it is)
+            is_same = False
+        if is_same:
+            self.agree()
+        else:
+            before.restore()
+        return is_same
+
     def _is_refused_for_long(self) -> bool:
         """Count a call with an answer for which the graphs are wrong. Return True after many in a row."""
         self._refused += 1
         return self._refused > _MANY
 
     def changed_model(self) -> str | None:
-        """Describe what changed in the model since the capture, or return None."""
-        return told(changes) if (changes := self._model.changed()) else None
+        """Describe what changed in the model or in the hooks of its parameters since the capture, or return None."""
+        return told(changes) if (changes := self._model.changed() or self._gradients.changed()) else None
 
     def admit_hooks(self, names: Sequence[str]) -> None:
         """Ignore hooks of functions with these names on modules inside: the engine that replays runs them."""

@@ -10,7 +10,9 @@ W part replays a separate graph.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
+import functools
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.errors import InvalidArgument, SignatureMismatch, StepgraphError
+from stepgraph.errors import CaptureError, InvalidArgument, SignatureMismatch, StepgraphError
 from stepgraph.frames import untraced
 from stepgraph.grads.param_grads import GradPart
 from stepgraph.oplog import Difference
@@ -27,7 +29,7 @@ from stepgraph.order.entries import Entry, Kind
 from stepgraph.pair.audit import differs
 from stepgraph.pair.call import EagerCall, NotedArguments
 from stepgraph.pair.eager import note_call, run_call
-from stepgraph.pair.guard import Finding
+from stepgraph.pair.guard import Finding, SiteGuard
 from stepgraph.pair.in_flight import run_forward
 from stepgraph.pair.kind import CallKind
 from stepgraph.pair.runner import Runner, WeightGraph
@@ -82,6 +84,8 @@ class StageManager:
         self.weight_grads = 0
         """Replays of W parts."""
         self.eager_reasons: Counter[str] = Counter()
+        self._same_in: dict[tuple[bool, ...], bool] = {}
+        """Modes that differ from those of the recording; True if the operations are the same in them."""
         self._parts: list[GradPart] = []
         """The backwards' parts of the parameters' gradients, as many as cover all of the memory."""
         self._microbatch: int | None = None
@@ -122,6 +126,8 @@ class StageManager:
         known = self.calls[microbatch]
         if key != known.key:
             raise self._unlike(known.kind.signature, Signature(*key, arguments=self.target.arguments), microbatch)
+        if (modes := self.target.modes()) != known.recorded.training and not self._same_in.get(modes):
+            raise self._changes_modes()
         runner, weights = self.runners[microbatch], self.weights.get(microbatch)
         if weights is not None and weights.recorded.rewinds:
             known.origin = runner.forward.recording.graph.random_origin()
@@ -196,23 +202,47 @@ class StageManager:
         self.eager_reasons["warm-up"] += 1
         return made.value
 
+    def _changes_modes(self) -> StepgraphError:
+        return CaptureError(
+            f"{self.target.name}: train() or eval() of its modules was called within a step",
+            rule="pipeline-stage",
+            why="the graphs replay another mode, and other ranks wait for the results.",
+            fix="call train() and eval() between steps.",
+        )
+
     # -- graphs
+
+    @property
+    def _guard(self) -> SiteGuard:
+        return next(call.kind.guard for call in self.calls.values() if call.kind.guard is not None)
 
     def changed(self, *, audited: bool) -> Finding | None:
         """Return a reason not to replay the stage's graphs, or None. `audited`: always record again and compare."""
-        guard = next(call.kind.guard for call in self.calls.values() if call.kind.guard is not None)
+        guard = self._guard
         if not audited and guard.holds():
             return None
+        self._same_in.clear()
         found = self.target.look(guard, self._differs, audited=audited)
         if found is not None and found.difference is not None:
             self.target.raise_if_strict(found.why)
         return found
 
-    def _differs(self) -> Difference | None:
-        """Record again and return the first difference; of equal microbatches one is compared."""
-        kinds = {call.key: microbatch for microbatch, call in reversed(self.calls.items())}
+    def fits_modes(self) -> bool:
+        """True if the graphs have the operations of the modules' present modes; other modes are recorded once."""
+        modes = self.target.modes()
+        if all(call.recorded.training == modes for call in self.calls.values()):
+            return True
+        if modes not in self._same_in:
+            self._same_in[modes] = self._guard.repeats(functools.partial(self._differs, modes))
+        return self._same_in[modes]
+
+    def _differs(self, modes: tuple[bool, ...] | None = None) -> Difference | None:
+        """Record again, in some modes, and return the first difference; of equal microbatches one is compared."""
+        kinds = {(call.key, call.recorded.training): microbatch for microbatch, call in reversed(self.calls.items())}
         for microbatch in kinds.values():
-            found = differs(self.target.pair(), self.calls[microbatch].recorded, self.runners[microbatch])
+            recorded = self.calls[microbatch].recorded
+            call = recorded if modes is None else dataclasses.replace(recorded, training=modes)
+            found = differs(self.target.pair(), call, self.runners[microbatch])
             if found is not None:
                 return found
         return None
@@ -239,6 +269,7 @@ class StageManager:
         for weight in self.weights.values():
             self.target.shared.session.release(weight.recorded.graph)
         self.runners, self.weights, self._parts = {}, {}, []
+        self._same_in.clear()
 
     def drop(self) -> None:
         """Free the graphs and the notes on the calls; the stage warms up again."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.errors import StepgraphError
+from stepgraph.errors import CaptureError, StepgraphError
 from stepgraph.guards.hooks import global_hook, has_global_hooks, is_hooked
 from stepgraph.order import order_from_pipelining, read_order
 from stepgraph.order.cursor import Cursor, Turn
@@ -109,6 +109,8 @@ class GraphedStages:
         self._obstacle: str | None = None
         self._changes: Counter[str] = Counter()
         """Values that changed soon after a capture, so that the capture did not pay."""
+        self._in_other_modes = 0
+        """Steps in a row for which the graphs were not right, since the modules are in other modes."""
         self._restore = contextlib.ExitStack()
         self.managers: list[StageManager] = []
         for stage in stages:
@@ -175,6 +177,8 @@ class GraphedStages:
             return Mode.RECORD, f"changed: {rebuilt}"
         elif self._warm >= self._options.warmup:
             self._capture()
+        if self.captured is not None and (reason := self._reason_against_replay()) is not None:
+            return Mode.EAGER, reason
         if self.captured is not None:
             return Mode.REPLAY, "replay"
         return (Mode.RECORD, "warm-up") if self._obstacle is None else (Mode.EAGER, self._obstacle)
@@ -188,23 +192,51 @@ class GraphedStages:
             turns.end()
         if found:
             manager, changed = next(iter(found.items()))
-            self.recaptures[changed.why] += 1
-            replays = max(runner.forwards for m in self.managers for runner in m.runners.values())
-            self._changes, often = weigh_changes(self._changes, [changed.why], replays)
-            if often:
-                self._obstacle = f"it keeps changing: {changed.why}"
+            stays_eager = self._start_over(changed.why)
             if changed.difference is not None:
                 warn_operations_changed(
                     *(manager.target.name, changed.difference, changed.changes, turns.since),
-                    stays_eager=bool(often),
+                    stays_eager=stays_eager,
                     whose="stage",
                     counted="steps",
                 )
-            self._drop_graphs()
-        elif [manager for manager in self.managers if not manager.has_its_gradients()]:
+
+    def _reason_against_replay(self) -> str | None:
+        """Return the reason why a step runs eagerly although there are graphs, or make sure that they can be replayed.
+
+        A mode that stays is captured after as many eager steps as there are in a warm-up.
+        """
+        elsewhere = next((manager.target for manager in self.managers if not manager.fits_modes()), None)
+        if elsewhere is not None:
+            why = f"`{elsewhere.name}`: train() or eval() was called"
+            elsewhere.raise_if_strict(why)
+            self._in_other_modes += 1
+            if self._in_other_modes <= self._options.warmup:
+                return why
+            self._start_over(why)
+            return None
+        self._in_other_modes = 0
+        try:
+            is_held = bool([manager for manager in self.managers if not manager.has_its_gradients()])
+        except CaptureError as error:
+            if self._options.strict:
+                raise
+            return f"{error.what}   [{error.rule}]"
+        if is_held:
             self.recaptures["gradients of an earlier step are still held"] += 1
             self._forget_graphs()
             self._capture()
+        return None
+
+    def _start_over(self, why: str) -> bool:
+        """Free the graphs after a change. Return True if such changes come too often to capture again."""
+        self.recaptures[why] += 1
+        replays = max(runner.forwards for m in self.managers for runner in m.runners.values())
+        self._changes, often = weigh_changes(self._changes, [why], replays)
+        if often:
+            self._obstacle = f"it keeps changing: {why}"
+        self._drop_graphs()
+        return bool(often)
 
     # -- capturing
 
@@ -245,7 +277,7 @@ class GraphedStages:
 
     def _drop_graphs(self) -> None:
         """Free the graphs; the stages warm up again."""
-        self.captured, self._warm = None, 0
+        self.captured, self._warm, self._in_other_modes = None, 0, 0
         for manager in self.managers:
             manager.drop()
 
