@@ -160,7 +160,7 @@ def proof() -> str:
     ]
     for index in (4, 5, 7):
         parts.append(line(99 + index * 64, 70, 99 + index * 64, 42))
-    parts.append(word(340, 86, "after 1, 2, 4, 8, ... replays: recorded again"))
+    parts.append(word(340, 86, "after 1, 2, 3, 4, 7, ... replays: recorded again"))
     return card("Operations are compared before a graph is used, and again while it is used", 104, *parts)
 
 
