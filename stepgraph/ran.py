@@ -211,11 +211,11 @@ class ExecutedCode:
         _profile_by(self.note)
         try:
             if backwards_on is not None:
-                _in_a_backward(backwards_on, self._begin)
+                in_a_backward(backwards_on, self._begin)
             yield
         finally:
             if backwards_on is not None:
-                _in_a_backward(backwards_on, self._end)
+                in_a_backward(backwards_on, self._end)
             if sys.getprofile() == self.note:
                 _profile_by(found)
             else:  # the block has used a profiler, or ended one that it found
@@ -360,7 +360,7 @@ def _profile_by(function: Any) -> None:
     sys.setprofile(function)
 
 
-def _in_a_backward(device: torch.device, call: Callable[[], None]) -> None:
+def in_a_backward(device: torch.device, call: Callable[[], None]) -> None:
     """Call something in the thread in which autograd runs backwards on a device, where that is not this one."""
     if device.type == "cpu":
         return

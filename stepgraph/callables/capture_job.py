@@ -28,7 +28,7 @@ from stepgraph.pair.cached_casts import shared_cast
 from stepgraph.pair.call import NotedArguments
 from stepgraph.pair.eager import note_call
 from stepgraph.pair.kind import CallKind
-from stepgraph.pair.lanes import PoolLane
+from stepgraph.pair.lanes import PoolLane, under_way
 from stepgraph.pair.proof import AuditTurns
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.shared import PairSession
@@ -201,8 +201,7 @@ class CaptureJob:
                 elif sample.runner.backwards:  # otherwise autograd does not call it
                     turns.append(Turn(key, name, index, repeats=retain))
         fix = "call the graphed callables in that order, or capture them with the order that you run."
-        lane = self._lane  # not `self`, which would keep the samples alive
-        return Cursor(turns, fix, request.order, lambda: lane.is_busy)
+        return Cursor(turns, fix, request.order, under_way(self._lane, self._shared.session.backend.device))
 
     def give_up(self) -> None:
         """Free everything after a failure."""

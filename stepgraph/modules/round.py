@@ -24,7 +24,7 @@ from stepgraph.modules.site import ModuleCall, ModuleSite
 from stepgraph.order import Kind
 from stepgraph.order.cursor import Cursor, Turn
 from stepgraph.pair.call import CallBuffers
-from stepgraph.pair.lanes import PoolLane
+from stepgraph.pair.lanes import PoolLane, under_way
 from stepgraph.pair.ordered import InputPart
 from stepgraph.pair.runner import Grads, Runner
 from stepgraph.session.proof import NotWarm
@@ -165,7 +165,9 @@ class _BackwardTurn:
 class FixedRound:
     """The runners of a round, one for each call that was captured, by id of the recorded call."""
 
-    def __init__(self, events: Sequence[Event], runners: Mapping[Hashable, Runner], lane: PoolLane) -> None:
+    def __init__(
+        self, events: Sequence[Event], runners: Mapping[Hashable, Runner], lane: PoolLane, device: torch.device
+    ) -> None:
         calls: dict[Runner, int] = {}
         turns: list[Turn] = []
         self._runners: list[Runner] = []
@@ -189,7 +191,7 @@ class FixedRound:
             "run that order, call handle.reset() if the order changes for good, or leave "
             "cuda_graph_use_single_mempool=False: then any order is allowed."
         )
-        self._cursor = Cursor(turns, fix, is_under_way=lambda: lane.is_busy)
+        self._cursor = Cursor(turns, fix, is_under_way=under_way(lane, device))
         for runner, number in calls.items():
             if runner.backwards:
                 runner.order = _BackwardTurn(self._cursor, number)

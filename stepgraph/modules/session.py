@@ -213,7 +213,7 @@ class ModuleSession(PairSession):
         if any(event.kind is not Kind.FORWARD for event in in_order):
             lane = self.lanes.exclusive()
             runners = self._capture(in_order, FixedOrder(lane, self.session.backend.device))
-            self.order = FixedRound(in_order, runners, lane)
+            self.order = FixedRound(in_order, runners, lane, self.session.backend.device)
             events = [event for event in events if event not in in_order]
         if events:
             self._capture(events, AnyOrder(self.lanes))

@@ -18,10 +18,13 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
+import torch
+
 from stepgraph.buffers.outputs import StaticOutputs
+from stepgraph.ran import in_a_backward
 
 
 class CaptureSpan:
@@ -190,3 +193,19 @@ class PoolLanes:
     def busy(self) -> set[int]:
         """The lanes with a replayed call in flight."""
         return {index for index, lane in enumerate(self._lanes) if lane.is_busy}
+
+
+def under_way(lane: PoolLane, device: torch.device) -> Callable[[], bool]:
+    """Return a function that tells whether a call of a lane may still need its memory.
+
+    An order asks it before it refuses a new round. After a backward that failed on a GPU, autograd's thread for that
+    device drops the failed call a moment after the caller has received the error. A backward without work in that
+    thread ends after it.
+    """
+
+    def is_under_way() -> bool:
+        if lane.is_busy:
+            in_a_backward(device, lambda: None)
+        return lane.is_busy
+
+    return is_under_way
