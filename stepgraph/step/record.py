@@ -75,6 +75,7 @@ from stepgraph.step.warmup import (
 )
 from stepgraph.tree import Structure, changed_containers, unflatten
 from stepgraph.values.decisions import Answers, HostValues, Trace, undecided, without_stand_ins
+from stepgraph.values.uses import Uses
 from stepgraph.values.watch import Watch
 
 _MAX_ATTEMPTS = 6
@@ -221,6 +222,8 @@ class StepCapture:
             proof = self._prove(site, recorded, look, ahead=ahead)
             if look.trace is not None:
                 self._refuse_own(site, look.trace)
+                if not self._hears(site, look.trace):
+                    raise NotWarm
         except BaseException:
             recorded.made.drop()
             raise
@@ -365,7 +368,9 @@ class StepCapture:
             try:
                 with site.learnt.unsurprised():
                     recorded, has_new = self.record_again(site, given, raise_held, Look(at_code=at_code, trace=trace))
-                if first_difference(log, recorded.made.log) is None:
+                if not self._hears(site, trace):
+                    is_failed = True
+                elif first_difference(log, recorded.made.log) is None:
                     return Audit(recorded, has_new, None, trace)
                 recorded.made.drop()
                 traced = recorded.made.log
@@ -377,6 +382,13 @@ class StepCapture:
         is_same = traced is not None and first_difference(traced, recorded.made.log) is None
         site.predicates.refuse(trace, all_places=is_failed or not is_same)
         return Audit(recorded, has_new, found, trace if is_same else None)
+
+    @staticmethod
+    def _hears(site: Site, trace: Trace) -> bool:
+        """Check the code that has run in a recording, too; note if a stand-in may not have heard all of it."""
+        uses = Uses(site.touched.ran.codes())
+        trace.is_spoiled = trace.is_spoiled or not all(map(uses.only_ask, trace.places))
+        return not trace.is_spoiled
 
     def _refuse_own(self, site: Site, trace: Trace) -> None:
         """Refuse a step that depends on a value of a library's that it changes itself: a replay does not change it."""
@@ -594,7 +606,7 @@ class StepCapture:
         ignored = tensors_in(site.with_objects(self._function), self._options.ignore)
         arguments = site.arguments_with_grad(leaves)
         with (
-            ran.noting() if look.at_code else contextlib.nullcontext(),
+            ran.noting() if look.at_code or look.trace is not None else contextlib.nullcontext(),
             self.logs.noting(leaves, site.touched, device, ignored, arguments) as log,
             look.trace or contextlib.nullcontext(),
         ):

@@ -238,9 +238,8 @@ class Site:
 
     def traceable(self) -> list[Place]:
         """Return the numbers to trace in a first recording: what changed since the last eager call, or was asked of."""
-        values = self.eager.values
-        changed = values.traceable(values.changed()) if values is not None else []
-        return [*self.predicates.places, *changed, *(place for place, _ in self.eager.own_changes if place is not None)]
+        values, own = self.eager.values, [place for place, _ in self.eager.own_changes if place is not None]
+        return values.traceable(values.changed(), [*self.predicates.places, *own]) if values is not None else []
 
     def _mode(self) -> frozenset[int]:
         return frozenset(id(m) for m in self.touched.all_modules if m.training)

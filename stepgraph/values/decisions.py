@@ -231,8 +231,8 @@ class Trace:
 
     def stand_in(self, value: Any, key: Hashable, compute: Compute) -> Any:
         """Return a stand-in for the value of an expression."""
-        if type(value) not in NUMBERS:
-            return value
+        if type(value) not in NUMBERS:  # such as the complex root of a negative number
+            return self.note((_EXACT, key), compute, value)
         made = Traced(value, key, compute, self)
         self._made.append(weakref.ref(made))
         return made

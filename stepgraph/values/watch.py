@@ -30,6 +30,7 @@ from stepgraph.values import parts
 from stepgraph.values.decisions import Answers, HostValues, can_trace
 from stepgraph.values.naming import Label
 from stepgraph.values.parts import Names, Place, expect_places
+from stepgraph.values.uses import Uses
 from stepgraph.values.walk import MAX_ITEMS, MAX_OBJECTS, Walk, Wants
 
 _CUT_SHORT = (
@@ -57,6 +58,7 @@ class Watch:
         """
         self.answers = answers if answers is not None else Answers()
         self._look = functools.partial(_look, function, frozenset(ignore), modules or {}, read or {}, list(eager), ran)
+        self._ran = ran
         self._dropped: set[str] = set()
         self._notes: _Notes = self._look()
         self._row = self._new_row()
@@ -87,13 +89,23 @@ class Watch:
         answered = {place.spot for place in self.answers.places}
         return [place for place in self._notes.places if place.spot not in answered] if answered else self._notes.places
 
-    def traceable(self, changes: Iterable[Change]) -> list[Place]:
-        """Return the places of the values that have changed, and of those that answers cover already."""
+    def traceable(self, changes: Iterable[Change], others: Iterable[Place] = ()) -> list[Place]:
+        """Return the places where a stand-in hears all that code asks.
+
+        They are among those of the values that have changed, those that answers cover already, and `others`.
+        """
         if self._notes.is_compiled:  # the compiler would compile the code again for a stand-in
             return []
         names = {change.name for change in changes}
         found = [place for place in self._notes.places if str(place.label) in names and can_trace(place)]
-        return [*self.answers.places, *found]
+        return [place for place in (*others, *self.answers.places, *found) if self.only_asks([place])]
+
+    def only_asks(self, places: Iterable[Place]) -> bool:
+        """Check that the code that ran does nothing with these numbers but ask what a stand-in hears."""
+        if self._ran is None or not self._ran.is_known:
+            return False
+        uses = Uses(self._ran.codes())
+        return all(uses.only_ask(place) for place in places)
 
     @property
     def ignored(self) -> list[Place]:
