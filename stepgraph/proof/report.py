@@ -36,7 +36,7 @@ class Verdict(enum.Enum):
     """Some bits differ, by no more than the user allows."""
     DIFFERENT = "different"
     CANNOT_JUDGE = "cannot judge"
-    """Eager differs from eager by as much, or nothing was replayed."""
+    """Eager differs from eager by as much, nothing was replayed, or a call writes to memory that nothing names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,8 @@ class VerifyReport:
     def verdict(self) -> Verdict:
         """The outcome in a word."""
         found = self.comparison
+        if found.unsaved:
+            return Verdict.CANNOT_JUDGE
         if not found.equal:
             return Verdict.CANNOT_JUDGE if found.within_spread else Verdict.DIFFERENT
         if not self.replays:
@@ -83,6 +85,9 @@ class VerifyReport:
                 assert found.cause is not None
                 what = f"differs from eager at step {found.first.step}" if found.first else "differs from eager"
                 return f"{self.subject} {what}   [{found.cause.rule}]"
+        if found.unsaved:
+            lines = ", ".join("a backward" if one is None else f"{one.file}:{one.line}" for one in found.unsaved)
+            return f"{self.subject} writes to memory that nothing in its reach holds, at {lines}: it was not compared"
         if found.equal:
             return f"{self.subject}: nothing was replayed, so eager was compared with eager"
         return f"{self.subject}: eager differs from eager by as much as the graphed run does"
@@ -109,6 +114,7 @@ class VerifyReport:
             "cause": None if cause is None else _explained(cause.rule, cause.what, cause.where),
             "costs": [asdict(cost) for cost in found.costs],
             "notes": list(found.notes),
+            "unsaved": [None if one is None else str(one) for one in found.unsaved],
             "advice": list(self.advice),
         }
 
