@@ -125,7 +125,10 @@ def _is_entered(value: Any) -> bool:
 
 
 def _item(name: str, key: Any) -> str:
-    return f"{name}[{key!r}]" if isinstance(key, (str, int)) else f"{name}[...]"
+    owner, _, part = name.rpartition(".")
+    if part in _PARTS:
+        return f"{owner}.{key}"
+    return f"{name}[{key!r}]" if type(key) in (str, int) else f"{name}[...]"
 
 
 class _Kept:

@@ -236,6 +236,8 @@ def program_of(
             place[numbered(label, place)] = value
     modules, optimizers, tensors, made = kinds.values()
     held = Holdings([*modules.items(), *holders.items()], without=[*optimizers.values(), *others.values()])
+    parts = (part for module in modules.values() for part in (*module.parameters(), *module.buffers()))
+    seen.update(map(id, parts))
     for label, tensor in held.tensors:
         if id(tensor) not in seen:
             tensors[numbered(label, tensors)] = tensor

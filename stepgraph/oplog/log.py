@@ -44,8 +44,7 @@ import torch
 from torch.utils import _python_dispatch as dispatch
 
 from stepgraph.errors import Location
-from stepgraph.frames import caller_is_autograd, is_user
-from stepgraph.oplog.writes import Writes, written_by
+from stepgraph.frames import is_user
 from stepgraph.ran import Unnoted
 from stepgraph.signature import is_plain
 from stepgraph.tree import flatten
@@ -359,8 +358,6 @@ class OpLog(dispatch.TorchDispatchMode):
         """The number of blocks around the call whose operations are not noted."""
         self._nameless = itertools.count()
         self.effects = Effects()
-        self.writes: Writes | None = None
-        """Takes which memory the call writes to, and which it makes."""
 
     def finish(self) -> Log:
         """The notes so far."""
@@ -411,8 +408,6 @@ class OpLog(dispatch.TorchDispatchMode):
         """
         line, _ = self._line()
         self._note(self._vocabulary.number(name), leaves, {}, line, set())
-        if self.writes is not None and not isinstance(name, Event):
-            self._write(_tensors(leaves), line, is_certain=False)
         given = [weakref.ref(storage) for storage in map(storage_of, _tensors(leaves)) if storage is not None]
         self._hidden += 1
         try:
@@ -465,8 +460,6 @@ class OpLog(dispatch.TorchDispatchMode):
             line, is_left_out = 0, True
         else:
             line, is_left_out = self._line(is_collective=not operation.is_torchs)
-        if self.writes is not None and not self._hidden:
-            self._write(written_by(func, args, kwargs), line, is_certain=True)
         known: set[int] = set()
         """The memory of the arguments: any other memory of the results is new."""
         begin = len(self._notes)
@@ -523,17 +516,6 @@ class OpLog(dispatch.TorchDispatchMode):
                 plain.append(_plain(value))
         return on_device
 
-    def _write(self, tensors: Iterable[torch.Tensor], line: int, *, is_certain: bool) -> None:
-        """Report memory that is about to be written, and that is no argument of the call and not made in it.
-
-        Where autograd writes without Python between, it writes gradients, or DDP's buckets of them.
-        """
-        assert self.writes is not None
-        for storage in filter(None, map(storage_of, tensors)):
-            is_ours = self._births.name(storage) is not None or self._given.has(storage)
-            if not is_ours and not (is_certain and _is_accumulating() and caller_is_autograd()):
-                self.writes.writes(storage, location_of(self._vocabulary.parts[line]), is_certain=is_certain)
-
     def _bear(self, known: set[int], out: Any, scope: str) -> None:
         for result in _tensors(out):
             storage = storage_of(result)
@@ -542,8 +524,6 @@ class OpLog(dispatch.TorchDispatchMode):
             if not self._given.has(storage) and not self._roles.has(storage):  # given, but not as a tensor
                 known.add(storage._cdata)
                 self._births.add(storage, scope)
-                if self.writes is not None:
-                    self.writes.makes(storage)
 
     def _tensor(self, tensor: torch.Tensor, known: set[int]) -> Hashable:
         storage = storage_of(tensor)
@@ -748,12 +728,6 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 def _add_memory(known: set[int], values: Any) -> None:
     known.update(storage._cdata for storage in map(storage_of, _tensors(values)) if storage is not None)
-
-
-def _is_accumulating() -> bool:
-    """Whether autograd is in no node, or in the one that adds up a gradient: the hooks of that one run in it."""
-    node: Any = torch._C._current_autograd_node()
-    return node is None or "AccumulateGrad" in node.name()
 
 
 def _lifted(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,10 @@ import torch
 from torch.utils import _python_dispatch as dispatch
 
 from stepgraph.errors import Location
+from stepgraph.frames import caller_is_autograd
+from stepgraph.oplog.log import OpLog, Vocabulary, location_of, storage_of
 
-__all__ = ["Writes", "written_by"]
+__all__ = ["WriteLog", "Writes"]
 
 
 @dataclass(slots=True)
@@ -89,7 +91,52 @@ class _Memory:
         return found is not None and found() is storage
 
 
-def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+class WriteLog(OpLog):
+    """A log of one call that also reports which memory the call makes, and to which it writes."""
+
+    def __init__(self, vocabulary: Vocabulary, arguments: Iterable[Any], writes: Writes) -> None:
+        super().__init__(vocabulary, arguments)
+        self._writes = writes
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.is_hiding:
+            self._report(_written_by(func, args, kwargs or {}), is_certain=True)
+        return super().__torch_dispatch__(func, kinds, args, kwargs)
+
+    def note_call(self, name: Hashable, leaves: Sequence[Any], call: Callable[[], Any] = lambda: None) -> Any:
+        """Also report that it may write to all its arguments."""
+        self._report((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), is_certain=False)
+        return super().note_call(name, leaves, call)
+
+    def _report(self, tensors: Iterable[torch.Tensor], *, is_certain: bool) -> None:
+        """Report memory that is about to be written, and that is no argument of the call and not made in it.
+
+        Where autograd writes without Python between, it writes gradients, or DDP's buckets of them.
+        """
+        with torch._C.DisableTorchFunction():
+            for tensor in tensors:
+                storage = storage_of(tensor)
+                if storage is None or self.has_made(tensor) or self._given.has(storage):
+                    continue
+                if not (is_certain and _is_accumulating() and caller_is_autograd()):
+                    where = location_of(self._vocabulary.parts[self._line()[0]])
+                    self._writes.writes(storage, where, is_certain=is_certain)
+
+    def _bear(self, known: set[int], out: Any, scope: str) -> None:
+        super()._bear(known, out, scope)
+        for tensor in out if isinstance(out, (list, tuple)) else (out,):
+            storage = storage_of(tensor) if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and self.has_made(tensor):
+                self._writes.makes(storage)
+
+
+def _is_accumulating() -> bool:
+    """Whether autograd is in no node, or in the one that adds up a gradient: the hooks of that one run in it."""
+    node: Any = torch._C._current_autograd_node()
+    return node is None or "AccumulateGrad" in node.name()
+
+
+def _written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """Return the tensors that an operation writes to, by its schema."""
     for place, name in _written_arguments(func):
         value = kwargs[name] if name in kwargs else args[place] if place < len(args) else None

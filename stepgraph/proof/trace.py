@@ -17,8 +17,8 @@ import torch
 
 from stepgraph.backends import Backend
 from stepgraph.observe.program import KINDS, Key, Program
-from stepgraph.oplog import OpLog, Vocabulary, noting_unseen
-from stepgraph.oplog.writes import Writes
+from stepgraph.oplog import Vocabulary, noting_unseen
+from stepgraph.oplog.writes import WriteLog, Writes
 from stepgraph.proof.bits import Digest, Gap, digest, measure, same_bits
 from stepgraph.tree import flatten, paths, tree_map
 
@@ -139,8 +139,7 @@ def noting_writes(writes: Writes | None, given: Any, vocabulary: Vocabulary) -> 
     if writes is None:
         yield
         return
-    with noting_unseen(), OpLog(vocabulary, flatten(given)[0]) as log:
-        log.writes = writes
+    with noting_unseen(), WriteLog(vocabulary, flatten(given)[0], writes):
         yield
 
 
