@@ -38,8 +38,8 @@ _HOOKS = frozenset(name for name in vars(torch.nn.Module()) if "hooks" in name)
 """Hooks are the engine's too: a probe puts some there, and takes them away itself."""
 _SKIPPED = _HOOKS | frozenset(name for name in dir(Optimizer) if "hooks" in name) | {"_compiled_call_impl"}
 _THEIRS = ("torch.nn.parallel.", "torch.distributed.")
-"""Modules of these packages keep the state of C++ in step with their attributes: only what they wrap is looked into."""
-_PARTS = ("_parameters", "_buffers", "_modules")
+"""Objects of these packages keep state of C++ in step with their attributes: only parts and state are looked into."""
+_PARTS = ("_parameters", "_buffers", "_modules", "state", "param_groups")
 _RUNNING = (
     "threading",
     "multiprocessing",
@@ -126,9 +126,13 @@ def _is_entered(value: Any) -> bool:
 
 def _item(name: str, key: Any) -> str:
     owner, _, part = name.rpartition(".")
-    if part in _PARTS:
+    if part in _PARTS[:3]:
         return f"{owner}.{key}"
     return f"{name}[{key!r}]" if type(key) in (str, int) else f"{name}[...]"
+
+
+def _is_ours(value: Any) -> bool:
+    return value is not MISSING and is_engines(value)
 
 
 class _Kept:
@@ -141,12 +145,13 @@ class _Kept:
 
 class _Dict(_Kept):
     def __init__(self, where: dict[Any, Any]) -> None:
-        self._where, self._base = where, OrderedDict if isinstance(where, OrderedDict) else dict
-        self._before = list(dict.items(where))  # past subclasses that note reads
+        self._where: Any = where
+        self._base: Any = OrderedDict if isinstance(where, OrderedDict) else dict
+        self._before = list(self._base.items(where))  # past subclasses that note reads
 
     def restore(self) -> None:
         where, base = self._where, self._base
-        now = list(dict.items(where))
+        now = list(base.items(where))
         if len(now) == len(self._before) and all(
             key is old and value is before for (key, value), (old, before) in zip(now, self._before, strict=True)
         ):
@@ -183,13 +188,7 @@ class _Variable(_Kept):
     def restore(self) -> None:
         is_cell = type(self._where) is types.CellType
         now = attribute_of(self._where, "cell_contents") if is_cell else self._where.get(self._key, MISSING)
-        if (
-            now is self._before
-            or now is MISSING
-            or self._before is MISSING
-            or is_engines(now)
-            or is_engines(self._before)
-        ):
+        if now is self._before or is_engines(now) or is_engines(self._before):  # so is a missing one
             return
         if is_cell:
             self._where.cell_contents = self._before
@@ -206,7 +205,7 @@ class _Attributes(_Kept):
     def restore(self) -> None:
         for key in [*self._before, *(self._where.keys() - self._before.keys())]:
             now, before = self._where.get(key, MISSING), self._before.get(key, MISSING)
-            if now is before or key in self._skipped or is_engines(now) or is_engines(before):
+            if now is before or key in self._skipped or _is_ours(now) or _is_ours(before):
                 continue
             if before is MISSING:
                 del self._where[key]
