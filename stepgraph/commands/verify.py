@@ -50,7 +50,7 @@ def _next(script: Script, report: ScriptReport) -> str:
     """The command that helps on: what the rule means, a longer run, or the next proof."""
     step = ("--step", script.step) if script.step is not None else ()
     if report.failed:
-        return f"python {script}"
+        return f"python {script}" if "[script-timeout]" not in report.failed else "stepgraph rules script-timeout"
     if report.rule is not None:
         return f"stepgraph rules {report.rule}"
     if not report.reports or report.graphed_failed:
@@ -78,6 +78,7 @@ def _shown(report: ScriptReport) -> RenderableType:
             parts += [Text(f"Rank {rank['rank']}:", style="bold"), code_line(rank["text"])]
     parts += [Text(f"Note: {note}") for note in report.notes]
     parts += [Text(f"Written by the script: {file}") for file in report.files]
+    parts += [Text(f"Refused to be written: {file}") for file in report.refused]
     return Group(*parts)
 
 

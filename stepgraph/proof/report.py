@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from stepgraph import catalogue
+from stepgraph.errors import Location
 from stepgraph.proof.compare import Comparison
 from stepgraph.proof.costs import Cost
 from stepgraph.proof.trace import Row
@@ -16,7 +17,7 @@ from stepgraph.session.report import render, size_of
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-__all__ = ["ADVICE", "Verdict", "VerifyReport"]
+__all__ = ["ADVICE", "Verdict", "VerifyReport", "out_of_reach"]
 
 ADVICE = (
     "bits cannot match where eager differs from eager. First make eager equal to itself "
@@ -86,8 +87,7 @@ class VerifyReport:
                 what = f"differs from eager at step {found.first.step}" if found.first else "differs from eager"
                 return f"{self.subject} {what}   [{found.cause.rule}]"
         if found.unsaved:
-            lines = ", ".join("a backward" if one is None else f"{one.file}:{one.line}" for one in found.unsaved)
-            return f"{self.subject} writes to memory that nothing in its reach holds, at {lines}: it was not compared"
+            return f"{self.subject} {out_of_reach(found.unsaved)}"
         if found.equal:
             return f"{self.subject}: nothing was replayed, so eager was compared with eager"
         return f"{self.subject}: eager differs from eager by as much as the graphed run does"
@@ -159,6 +159,12 @@ class VerifyReport:
 
     def __str__(self) -> str:
         return render(self)
+
+
+def out_of_reach(lines: Iterable[Location | None]) -> str:
+    """Say that these lines write to memory that was not compared."""
+    told = ", ".join("a backward" if one is None else f"{one.file}:{one.line}" for one in lines)
+    return f"writes to memory that nothing in its reach holds, at {told}: it was not compared"
 
 
 def _explained(rule: str, what: str, where: Any) -> dict[str, Any]:
