@@ -23,7 +23,6 @@ from stepgraph.commands.base import ExitCode, Result
 from stepgraph.script.main_module import refuse_unknown_step
 from stepgraph.script.ranks import exchanged, is_first_rank
 from stepgraph.script.request import Script
-from stepgraph.script.run import refuse_no_script
 
 ScriptPath = Annotated[
     str | None, typer.Argument(metavar="SCRIPT", help="The Python file to run. Its own code is run, unchanged.")
@@ -118,7 +117,6 @@ def takes_script(command: Callable[..., Result]) -> Callable[..., Result]:
     @functools.wraps(command)
     def wrapped(**given: Any) -> Result:
         wanted = _shared(**{name: given.pop(name) for name in shared.parameters})
-        refuse_no_script(wanted)
         refuse_unknown_step(wanted)
         return agreed(command(wanted, **given), wanted.timeout)
 

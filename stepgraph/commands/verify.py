@@ -10,6 +10,7 @@ from stepgraph.commands.base import AsJson, ExitCode, Result, Seed, code_line
 from stepgraph.commands.script_options import command_on, takes_script
 from stepgraph.script.ranks import is_first_rank
 from stepgraph.script.request import Script
+from stepgraph.script.run import refuse_no_script
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -27,6 +28,8 @@ def verify(
     as_json: AsJson = False,
 ) -> Result:
     """Run a script eagerly twice and graphed once, and compare bit for bit; exit with 1 if they differ."""
+    refuse_no_script(wanted)  # at once: what follows imports torch
+
     from stepgraph.proof.verify_script import verify_script
 
     def on_run(name: str) -> None:

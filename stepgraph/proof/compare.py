@@ -66,8 +66,8 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """True if nothing differs, or nothing by more than the user allows."""
-        return self.cause is None and self.first is None
+        """True if nothing differs, or nothing by more than the user allows, and all that was written was compared."""
+        return self.cause is None and self.first is None and not self.unsaved
 
     @property
     def spread_is_zero(self) -> bool:

@@ -30,6 +30,7 @@ __all__ = [
     "Script",
     "Status",
     "WrittenFile",
+    "follows_a_stop",
     "refuse_no_script",
     "refuse_unjudged",
     "run_script",
@@ -189,7 +190,7 @@ def _end_of_process(code: int) -> str:
     return f"its process exited with {code}, without a way for Python to report"
 
 
-def _follows_a_stop(one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> bool:
+def follows_a_stop(one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a rank has failed after another one was stopped because it cannot be judged: it may be why."""
     stops = [other["ended_at"] for other in ranks if other["status"] == Status.STOPPED and other["cannot_judge"]]
     return one["status"] == Status.FAILED and any(ended_at <= one["ended_at"] for ended_at in stops)
@@ -211,7 +212,7 @@ def _agreed(outcome: Outcome, ended_at: float, timeout: float) -> Outcome:
     others = exchanged(own, timeout + 2 * GRACE_S)
     if len(others) == 1:
         return outcome
-    others = [one | {"status": Status.STOPPED} if _follows_a_stop(one, others) else one for one in others]
+    others = [one | {"status": Status.STOPPED} if follows_a_stop(one, others) else one for one in others]
     worst = max(others, key=lambda one: (_SEVERITY.index(Status(one["status"])), -one["ended_at"]))
     text = f"rank {worst['rank']}: {worst['exception']}" if worst["exception"] else ""
     judged = tuple(dict.fromkeys(what for one in others for what in one["cannot_judge"]))

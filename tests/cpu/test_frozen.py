@@ -845,6 +845,12 @@ class Script:
     def listen(self, listener: Any) -> None:
         """The test calls the listener itself."""
 
+    def at_write(self, call: Any) -> None:
+        """The test writes no files."""
+
+    def saw(self, what: str) -> None:
+        """No time limit ends the test."""
+
     def stop(self) -> None:
         raise Stop
 

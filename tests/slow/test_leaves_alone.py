@@ -63,3 +63,39 @@ def test_commands_change_nothing_global(name: str, tmp_path: Path) -> None:
     if name == "train":  # which seeds, as it says
         found = {command: rest for command, what in found.items() if (rest := sorted({*what} - SEEDED))}
     assert found == {}
+
+
+SCRIPT = """
+import random, sys
+from pathlib import Path
+import numpy, torch
+random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+drawn = []
+for index in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(2, 4)).square().mean().backward()
+    optimizer.step()
+    if index == 1:
+        import stepgraph
+        stepgraph.capture, stepgraph.graph_modules
+    drawn += [random.random(), numpy.random.rand(), torch.rand(()).item()]
+Path(sys.argv[1]).write_text(repr((drawn, model.weight.tolist())))
+"""
+
+
+@pytest.mark.parametrize("command", [["python"], ["check", "--steps", "9"], ["frozen"], ["verify"], ["advise"]])
+def test_script_that_seeds_draws_the_same_numbers(command: list[str], tmp_path: Path) -> None:
+    """Whether it imports stepgraph or not, and whoever runs it."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    (tmp_path / "plain.py").write_text(
+        "".join(line for line in SCRIPT.splitlines(True) if "stepgraph" not in line).replace("    if index == 1:\n", "")
+    )
+    (tmp_path / "script.py").write_text(SCRIPT)
+    started = ["script.py"] if command == ["python"] else ["-m", "stepgraph", *command, "script.py", "--"]
+    for words in (["plain.py"], started):
+        file = str(tmp_path / words[0].partition(".")[0])
+        subprocess.run([sys.executable, *words, file], env=environment, capture_output=True, cwd=tmp_path)
+    results = [(tmp_path / words[0].partition(".")[0]).read_text() for words in (["plain.py"], started)]
+    assert results[0] == results[1]
