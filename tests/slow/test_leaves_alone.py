@@ -85,6 +85,7 @@ Path(sys.argv[1]).write_text(repr((drawn, model.weight.tolist())))
 """
 
 
+@pytest.mark.usefixtures("new_processes")
 @pytest.mark.parametrize("command", [["python"], ["check", "--steps", "9"], ["frozen"], ["verify"], ["advise"]])
 def test_script_that_seeds_draws_the_same_numbers(command: list[str], tmp_path: Path) -> None:
     """Whether it imports stepgraph or not, and whoever runs it."""
