@@ -206,8 +206,11 @@ def _random_states(program: Program) -> list[Callable[[], Any]]:
 
 
 def _can_be_written(tensor: torch.Tensor) -> bool:
-    """Check that a tensor has memory, and that no two of its elements share it: such a one is a view of another."""
-    if tensor.is_meta or tensor.layout is not torch.strided:
+    """Check that a tensor has memory that torch lets us write, and that no two of its elements share it.
+
+    One whose elements do is a view of another.
+    """
+    if tensor.is_meta or tensor.is_inference() or tensor.layout is not torch.strided:
         return False
     return not any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 

@@ -54,7 +54,7 @@ class Writes:
         found = self._written.get(storage._cdata)
         if found is not None and found.storage() is storage:
             found.is_certain = found.is_certain or is_certain
-        elif not self._saved.has(storage):
+        elif not self._saved.has(storage) and storage.device.type != "meta":
             before = None
             if not self._made.has(storage):
                 with dispatch._disable_current_modes(), torch._C.DisableTorchFunction():

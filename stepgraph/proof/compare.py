@@ -126,11 +126,11 @@ def compare_pair(
     program, backend = pair.program, pair.backend
     before = lambda index: vary(program, index)  # noqa: E731 (the same for three runs)
     with program.untouched() as start:
-        logging = functools.partial(run, pair.eager, program, pair.batches, backend, writes=start.writes)
-        eager = logging(before=before, on_step=on_step)
+        logged = functools.partial(run, pair.eager, program, pair.batches, backend, writes=start.writes)
+        eager = logged(before=before, on_step=on_step)
         costs = [cost_of("eager", pair.eager, pair.batches[-1], backend, eager.peak_bytes)] if has_costs else []
         start.restore()
-        again = logging(before=before, on_step=on_step)
+        again = logged(before=before, on_step=on_step)
         own = list(differences(eager, again))
         del again
         start.restore()

@@ -142,6 +142,18 @@ def test_frozen_restores_lists_on_a_module_of_torch() -> None:
     assert torch.equal(tensor(), torch.zeros(3))
 
 
+@functools.lru_cache
+def table() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(2)
+
+
+def test_verify_takes_a_step_with_a_cached_inference_tensor() -> None:
+    """torch lets nobody write to it from outside."""
+    table()
+    assert stepgraph.verify(lambda x: x * table(), [torch.ones(2)], steps=3)
+
+
 def test_memory_out_of_reach_cannot_be_judged() -> None:
     """A queue's contents are found by no walk: the log sees the write, and the bytes are put back."""
     hidden: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
