@@ -8,6 +8,7 @@ asked by SIGTERM first, and killed after five seconds. Imports no torch.
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.util
 import os
 import signal
 import subprocess
@@ -119,7 +120,7 @@ def timed_out(script: Script, outcome: Outcome) -> ScriptError:
 def refuse_no_script(script: Script) -> None:
     """Raise if there is no such script, or Python cannot read it: at once, before torch is imported."""
     if script.is_module:
-        _refuse_no_module(script.target.partition(".")[0])
+        _refuse_no_module(script.target)
         return
     path = Path(script.target)
     if path.is_dir():
@@ -142,8 +143,10 @@ def refuse_no_script(script: Script) -> None:
 
 def _refuse_no_module(name: str) -> None:
     """Only what can be told without running code: the packages above a module run when it is looked for."""
-    found = importlib.machinery.PathFinder.find_spec(name, [os.getcwd(), *sys.path])
-    if found is None and name not in sys.builtin_module_names and name not in sys.modules:
+    root = name.partition(".")[0]
+    if root in sys.modules or importlib.machinery.PathFinder.find_spec(root, [os.getcwd()]) is not None:
+        return
+    if importlib.util.find_spec(root) is None:
         raise InvalidArgument(f"-m {name}: Python finds no module of that name", rule="script-missing")
 
 
