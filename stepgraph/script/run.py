@@ -144,9 +144,9 @@ def refuse_no_script(script: Script) -> None:
 def _refuse_no_module(name: str) -> None:
     """Only what can be told without running code: the packages above a module run when it is looked for."""
     root = name.partition(".")[0]
-    if root in sys.modules or importlib.machinery.PathFinder.find_spec(root, [os.getcwd()]) is not None:
+    if root in sys.modules or (root and importlib.machinery.PathFinder.find_spec(root, [os.getcwd()]) is not None):
         return
-    if importlib.util.find_spec(root) is None:
+    if not root or importlib.util.find_spec(root) is None:
         raise InvalidArgument(f"-m {name}: Python finds no module of that name", rule="script-missing")
 
 
