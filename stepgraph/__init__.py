@@ -5,6 +5,7 @@ The public names load on first use: `import stepgraph` and `stepgraph --help` do
 
 import importlib
 import importlib.util
+import random
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -188,6 +189,19 @@ _HOMES = {
     for name in names.split()
 }
 """The module that defines each public name."""
+
+
+def _import_rich() -> None:
+    """Import what of rich draws from Python's global random generator when it is imported, and put the state back.
+
+    This is the only place: every import of stepgraph comes here first, and a module is imported once.
+    """
+    state = random.getstate()
+    importlib.import_module("rich.style")
+    random.setstate(state)
+
+
+_import_rich()
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Annotated
 
@@ -64,7 +65,11 @@ def stepgraph(
 
 def main() -> None:
     """Run the command line."""
-    app()
+    hook = sys.excepthook
+    try:
+        app()
+    finally:
+        sys.excepthook = hook  # typer leaves its own there
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def _result(script: Script, outcome: Outcome) -> Result:
     if not reports:
         refuse_unjudged(script, outcome)
     unjudged = list(outcome.cannot_judge)
-    if not reports and not unjudged:
+    if not reports and (not unjudged or not outcome.seen):
         unjudged.append(_NO_STEP if script.step is None else f"{script.step} was not called twice")
     parts: list[RenderableType] = [*reports, *(Text(f"Not judged: {what}", style="bold") for what in unjudged)]
     parts += [Text(f"Note: {note}") for note in outcome.notes]

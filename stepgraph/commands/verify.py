@@ -10,6 +10,7 @@ from stepgraph.commands.base import AsJson, ExitCode, Result, Seed, code_line
 from stepgraph.commands.script_options import command_on, takes_script
 from stepgraph.script.ranks import is_first_rank
 from stepgraph.script.request import Script
+from stepgraph.script.run import refuse_no_script
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -27,6 +28,8 @@ def verify(
     as_json: AsJson = False,
 ) -> Result:
     """Run a script eagerly twice and graphed once, and compare bit for bit; exit with 1 if they differ."""
+    refuse_no_script(wanted)  # at once: what follows imports torch
+
     from stepgraph.proof.verify_script import verify_script
 
     def on_run(name: str) -> None:
@@ -50,7 +53,7 @@ def _next(script: Script, report: ScriptReport) -> str:
     """The command that helps on: what the rule means, a longer run, or the next proof."""
     step = ("--step", script.step) if script.step is not None else ()
     if report.failed:
-        return f"python {script}"
+        return f"python {script}" if "[script-timeout]" not in report.failed else "stepgraph rules script-timeout"
     if report.rule is not None:
         return f"stepgraph rules {report.rule}"
     if not report.reports or report.graphed_failed:
@@ -78,6 +81,7 @@ def _shown(report: ScriptReport) -> RenderableType:
             parts += [Text(f"Rank {rank['rank']}:", style="bold"), code_line(rank["text"])]
     parts += [Text(f"Note: {note}") for note in report.notes]
     parts += [Text(f"Written by the script: {file}") for file in report.files]
+    parts += [Text(f"Refused to be written: {file}") for file in report.refused]
     return Group(*parts)
 
 

@@ -20,6 +20,7 @@ from stepgraph.backends.threads import replaced
 from stepgraph.errors import StepgraphError
 from stepgraph.inspect.frozen import examine
 from stepgraph.observe.steps import named_call, steps_unwatched
+from stepgraph.script.patience import Patience
 from stepgraph.script.probe import RunningScript
 from stepgraph.step.step import CapturedStep
 
@@ -41,16 +42,18 @@ class FrozenProbe:
         self._done: set[int] = set()
         self._calls_since = 0
         self._is_examining = False
+        self._num_named = 0
+        """Calls of the function that the user names."""
         if script.options.get("step"):
             script.listen(self)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        if self._script.options.get("step"):
+        patience = Patience(self._script, lambda: bool(self._steps or self._num_named), "calls no captured step")
+        with patience.watching(), contextlib.ExitStack() as stack:
+            if not self._script.options.get("step"):
+                stack.enter_context(replaced(CapturedStep, "__call__", self._call))
             yield
-        else:
-            with replaced(CapturedStep, "__call__", self._call):
-                yield
 
     def result(self) -> Mapping[str, Any]:
         for key, (step, _) in self._steps.items():
@@ -64,6 +67,8 @@ class FrozenProbe:
         if not self._is_examining:
             _, calls = self._steps.get(id(step), (step, 0))
             self._steps[id(step)] = (step, calls + 1)
+            if not calls:
+                self._script.saw(f"a first call of {getattr(step, '__name__', 'a captured step')}")
             self._calls_since += bool(self._done)
             if calls == 1:
                 self._done.add(id(step))
@@ -76,6 +81,7 @@ class FrozenProbe:
     # -- a step that the user names
 
     def step_begins(self, index: int) -> None:
+        self._num_named = index + 1
         call = named_call()
         if index == 1 and call is not None and not self._is_examining:
             self._examine(*_bound(*call))

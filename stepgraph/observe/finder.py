@@ -54,11 +54,15 @@ class _Finder:
         self.spots: dict[int, Spot] = {}
         self.tensors: list[tuple[str, torch.Tensor]] = []
         """The step's own tensors, and their spellings."""
+        self.variables: list[Place] = []
+        """Globals and closed-over variables."""
         self._inside: set[int] = set()
         """Modules inside others that were found, and the attributes of modules and optimizers, by id."""
         Walk(self, ran).go(function, {})
 
     def put(self, place: Place) -> bool:
+        if type(place.where) is types.CellType or (type(place.where) is dict and "__builtins__" in place.where):
+            self.variables.append(place)
         return True
 
     def takes(self, value: Any) -> bool:
@@ -98,6 +102,12 @@ def named_reachable(function: Any) -> list[tuple[str, Any]]:
     """The same objects, each with the spelling of the code that names it."""
     found = _Finder(function)
     return list(zip(found.labels, found.values, strict=True))
+
+
+def named_with_variables(function: Any) -> tuple[list[tuple[str, Any]], list[Place]]:
+    """The same objects, and the variables that a callable can name."""
+    found = _Finder(function)
+    return list(zip(found.labels, found.values, strict=True)), found.variables
 
 
 def spots_of(step: Any) -> dict[int, Spot]:

@@ -2,17 +2,19 @@
 
 Two runs can be compared only if they begin at the same state, and a user's program must not notice that its step was
 called to be looked at. So the state is found, read and restored in one place. It is found as the watch finds it
-(`finder`): models, optimizers, schedulers, scalers, tensors and generators that the step can name, and the arguments of
-a call. It is restored in place, in the same tensors, because graphs use their addresses; what was made meanwhile
-(gradients, optimizer state) is taken away again. Python's and numpy's random generators are restored too. This takes as
-much memory as the model and the optimizers' state. Plain Python values are not restored: a step that changes one cannot
-be captured.
+(`finder`): models, optimizers, schedulers, scalers, tensors and generators that the step can name, the containers and
+caches that hold them (`holdings`), its variables, and the arguments of a call. It is restored in place, in the same
+tensors, because graphs use their addresses; what was made meanwhile (gradients, optimizer state) is taken away again.
+Python's and numpy's random generators are restored too. This takes as much memory as the model and the optimizers'
+state.
+
+No search finds everything. So the log of a call also says which memory it wrote to (`oplog.writes`): what is not among
+that found here is restored as well, and a comparison that depends on it is not judged.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import random
 import sys
@@ -21,16 +23,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends import backend_for
 from stepgraph.collector import state_of
-from stepgraph.observe.finder import devices, named_reachable
+from stepgraph.observe.finder import devices, named_reachable, named_with_variables
+from stepgraph.observe.holdings import STATEFUL, Holdings
 from stepgraph.observe.own_changes import ModelState
 from stepgraph.observe.step_objects import numbered
+from stepgraph.oplog.log import storage_of
+from stepgraph.oplog.writes import Writes
 from stepgraph.rng.tracker import CudaRNGStatesTracker, tracker_for
-from stepgraph.tree import flatten
+from stepgraph.tree import flatten, paths
+from stepgraph.values.parts import Place
 
 __all__ = ["KINDS", "Key", "Program", "program_of"]
 
@@ -38,7 +43,6 @@ Key = tuple[str, str]
 """The kind and the name of a value."""
 KINDS = ("outputs", "arguments", "gradients", "parameters", "optimizer state", "buffers", "tensors", "random state")
 """All kinds of values, in the order of the table."""
-_STATEFUL = (LRScheduler, torch.amp.GradScaler)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,10 @@ class Program:
     generators: Mapping[str, torch.Generator] = field(default_factory=dict)
     others: Mapping[str, Any] = field(default_factory=dict)
     """Schedulers and scalers: objects with `state_dict` and `load_state_dict`."""
+    holders: Mapping[str, Any] = field(default_factory=dict)
+    """Other objects that the step can name: containers, caches, objects of the user's. They are restored."""
+    variables: tuple[Place, ...] = ()
+    """Globals and closed-over variables that the step can name. They are restored."""
     arguments: tuple[torch.Tensor, ...] = ()
     """Tensors of a call: a step may change them, and they say where a program without state runs."""
 
@@ -136,70 +144,48 @@ class Program:
 
 
 def _optimizer_values(name: str, optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tuple[str, Any]]:
-    for parameter, state in dict.items(optimizer.state):  # past the subclass that notes reads
-        of = names.get(id(parameter), "...")
-        for key, value in state.items() if isinstance(state, dict) else ():
-            yield f"{name}.state[{of}][{key!r}]", value
+    held: dict[Any, Any] = optimizer.state
+    for key, state in dict.items(held):  # past the subclass that notes reads
+        of = repr(key) if type(key) in (str, int) else names.get(id(key), "...")
+        leaves, structure = flatten(state)
+        yield from zip(paths(structure, f"{name}.state[{of}]"), leaves, strict=True)
     for i, group in enumerate(optimizer.param_groups):
         yield from ((f"{name}.group{i}[{key!r}]", value) for key, value in group.items() if key != "params")
 
 
 class Saved:
-    """The state of a program at one moment: the objects, and copies of the contents of their tensors."""
+    """The state of a program at one moment: what it holds, and copies of the contents of its tensors."""
 
     def __init__(self, program: Program) -> None:
-        self._program = program
-        roots = program.modules.values()
-        modules = list({id(module): module for root in roots for module in root.modules()}.values())
-        self._optimizers = [_SavedOptimizer(optimizer) for optimizer in program.optimizers.values()]
-        others = {id(one): one for other in program.others.values() for one in _with_nested(other)}.values()
-        self._others = [(other, _copied(vars(other))) for other in others]
+        modules = list({id(m): m for root in program.modules.values() for m in root.modules()}.values())
+        roots: list[tuple[str, Any]] = [*program.modules.items(), *program.optimizers.items(), *program.others.items()]
+        self._holdings = Holdings([*roots, *program.holders.items()], program.variables)
         tensors = [*program.parameters().values(), *program.own_tensors().values(), *program.arguments]
+        tensors += [tensor for _, tensor in self._holdings.tensors]
         self._grads = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
         self._model = ModelState(modules, [tensor for tensor, _ in self._grads])
         tensors += [grad for _, grad in self._grads if grad is not None]
         tensors += program.buffers().values()
-        tensors += [value for one in self._optimizers for value in one.tensors()]
-        tensors += [value for other in others for value in vars(other).values() if isinstance(value, torch.Tensor)]
         with torch.no_grad():
             self._contents = [
                 (t, t.detach().clone()) for t in {id(t): t for t in tensors}.values() if _can_be_written(t)
             ]
         self._random = _random_states(program)
+        self.writes = Writes(filter(None, (storage_of(tensor) for tensor, _ in self._contents)))
+        """What calls write to besides; for calls that are logged with it."""
 
     def restore(self) -> None:
         """Bring the program back."""
+        self._holdings.restore()
         self._model.restore()
-        for optimizer in self._optimizers:
-            optimizer.restore()
-        for other, attributes in self._others:
-            vars(other).clear()
-            vars(other).update(_copied(attributes))
         for tensor, grad in self._grads:
             tensor.grad = grad
         with torch.no_grad():
             for tensor, content in self._contents:
                 tensor.data.copy_(content)
+        self.writes.restore()
         for restore in self._random:
             restore()
-
-
-def _with_nested(other: Any) -> Iterator[Any]:
-    """A scheduler or scaler, and the schedulers that it chains."""
-    yield other
-    for value in vars(other).values():
-        for nested in value if isinstance(value, (list, tuple)) else ():
-            if isinstance(nested, _STATEFUL):
-                yield from _with_nested(nested)
-
-
-def _copied(value: Any) -> Any:
-    """Copy dicts and lists, which are changed in place, at any depth; all else is kept as it is."""
-    if isinstance(value, dict):
-        made = copy.copy(value)
-        made.update({key: _copied(item) for key, item in value.items()})
-        return made
-    return [_copied(item) for item in value] if type(value) is list else value
 
 
 def _random_states(program: Program) -> list[Callable[[], Any]]:
@@ -219,43 +205,12 @@ def _random_states(program: Program) -> list[Callable[[], Any]]:
     return found
 
 
-class _SavedOptimizer:
-    """The structure of an optimizer's state and groups. The contents of tensors are kept elsewhere."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        items = dict.items(optimizer.state)
-        self._state = {key: dict(state) if isinstance(state, dict) else state for key, state in items}
-        self._groups = [(group, dict(group), list(group["params"])) for group in optimizer.param_groups]
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        groups = [dict(group, params=None) for _, group, _ in self._groups]
-        for holder in (*self._state.values(), *groups):
-            for value in holder.values() if isinstance(holder, dict) else ():
-                if isinstance(value, torch.Tensor):
-                    yield value
-
-    def restore(self) -> None:
-        held = dict(dict.items(self._optimizer.state))
-        for key in held.keys() - self._state.keys():
-            dict.pop(self._optimizer.state, key)
-        for key, state in self._state.items():
-            now = held.get(key)
-            if isinstance(now, dict) and isinstance(state, dict):
-                now.clear()
-                now.update(state)
-            else:
-                dict.__setitem__(self._optimizer.state, key, dict(state) if isinstance(state, dict) else state)
-        for group, values, parameters in self._groups:
-            group.clear()
-            group.update(values)
-            group["params"][:] = parameters
-        self._optimizer.param_groups[:] = [group for group, _, _ in self._groups]
-
-
 def _can_be_written(tensor: torch.Tensor) -> bool:
-    """Check that a tensor has memory, and that no two of its elements share it: such a one is a view of another."""
-    if tensor.is_meta or tensor.layout is not torch.strided:
+    """Check that a tensor has memory that torch lets us write, and that no two of its elements share it.
+
+    One whose elements do is a view of another.
+    """
+    if tensor.is_meta or tensor.is_inference() or tensor.layout is not torch.strided:
         return False
     return not any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
@@ -264,25 +219,33 @@ def program_of(
     step: Callable[..., Any], batch: Iterable[Any] = (), generators: Iterable[torch.Generator] = ()
 ) -> Program:
     """Find the state of a step: what it can name, and what the arguments of a call hold."""
-    found, leaves = [*named_reachable(step)], flatten(tuple(batch))[0]
-    objects = [value for value in leaves if isinstance(value, (torch.nn.Module, Optimizer, *_STATEFUL))]
+    found, variables = named_with_variables(step)
+    leaves = flatten(tuple(batch))[0]
+    objects = [value for value in leaves if isinstance(value, (torch.nn.Module, Optimizer, *STATEFUL))]
     found += [pair for value in objects for pair in named_reachable(functools.partial(_nothing, value))]
     given = [value for value in leaves if isinstance(value, torch.Generator)]
     found += [("generator", generator) for generator in (*generators, *given)]
     kinds: dict[type, dict[str, Any]] = {torch.nn.Module: {}, Optimizer: {}, torch.Tensor: {}, torch.Generator: {}}
     others: dict[str, Any] = {}
+    holders: dict[str, Any] = {}
     seen: set[int] = set()
     for label, value in found:
         key = _address(value)
         place = next((place for kind, place in kinds.items() if isinstance(value, kind)), None)
-        if place is None and isinstance(value, _STATEFUL):
-            place = others
-        if place is not None and key not in seen and not _is_default(value):
+        if place is None:
+            place = others if isinstance(value, STATEFUL) else holders
+        if key not in seen and not _is_default(value):
             seen.add(key)
             place[numbered(label, place)] = value
     modules, optimizers, tensors, made = kinds.values()
+    held = Holdings([*modules.items(), *holders.items()], without=[*optimizers.values(), *others.values()])
+    parts = (part for module in modules.values() for part in (*module.parameters(), *module.buffers()))
+    seen.update(map(id, parts))
+    for label, tensor in held.tensors:
+        if id(tensor) not in seen:
+            tensors[numbered(label, tensors)] = tensor
     arguments = tuple(value for value in leaves if isinstance(value, torch.Tensor))
-    return Program(modules, optimizers, tensors, made, others, arguments)
+    return Program(modules, optimizers, tensors, made, others, holders, tuple(variables), arguments)
 
 
 def _address(value: Any) -> int:

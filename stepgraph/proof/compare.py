@@ -13,6 +13,7 @@ Example:
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -20,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stepgraph.backends import backend_for
-from stepgraph.errors import InvalidArgument, StepgraphWarning
+from stepgraph.errors import InvalidArgument, Location, StepgraphWarning
 from stepgraph.observe.program import Program
 from stepgraph.proof.causes import (
     Cause,
@@ -60,11 +61,13 @@ class Comparison:
     notes: tuple[str, ...] = ()
     bounds: tuple[float, float] = (0.0, 0.0)
     """The bounds that the user gave: rtol, atol."""
+    unsaved: tuple[Location | None, ...] = ()
+    """The lines that write to memory which is neither compared nor known to be restored; None in a backward."""
 
     @property
     def equal(self) -> bool:
-        """True if nothing differs, or nothing by more than the user allows."""
-        return self.cause is None and self.first is None
+        """True if nothing differs, or nothing by more than the user allows, and all that was written was compared."""
+        return self.cause is None and self.first is None and not self.unsaved
 
     @property
     def spread_is_zero(self) -> bool:
@@ -123,13 +126,15 @@ def compare_pair(
     program, backend = pair.program, pair.backend
     before = lambda index: vary(program, index)  # noqa: E731 (the same for three runs)
     with program.untouched() as start:
-        eager = run(pair.eager, program, pair.batches, backend, before=before, on_step=on_step)
+        logged = functools.partial(run, pair.eager, program, pair.batches, backend, writes=start.writes)
+        eager = logged(before=before, on_step=on_step)
         costs = [cost_of("eager", pair.eager, pair.batches[-1], backend, eager.peak_bytes)] if has_costs else []
         start.restore()
-        again = run(pair.eager, program, pair.batches, backend, before=before, on_step=on_step)
+        again = logged(before=before, on_step=on_step)
         own = list(differences(eager, again))
         del again
         start.restore()
+        unsaved = start.writes.unsaved()
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always", StepgraphWarning)
             graphed = run(pair.graphed, program, pair.batches, backend, before=before, on_step=on_step)
@@ -151,6 +156,7 @@ def compare_pair(
         costs=tuple(costs),
         notes=tuple(text.partition("\n")[0] for text in told),
         bounds=(rtol, atol),
+        unsaved=tuple(unsaved),
     )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from stepgraph import catalogue
+from stepgraph.errors import Location
 from stepgraph.proof.compare import Comparison
 from stepgraph.proof.costs import Cost
 from stepgraph.proof.trace import Row
@@ -16,7 +17,7 @@ from stepgraph.session.report import render, size_of
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-__all__ = ["ADVICE", "Verdict", "VerifyReport"]
+__all__ = ["ADVICE", "Verdict", "VerifyReport", "out_of_reach"]
 
 ADVICE = (
     "bits cannot match where eager differs from eager. First make eager equal to itself "
@@ -36,7 +37,7 @@ class Verdict(enum.Enum):
     """Some bits differ, by no more than the user allows."""
     DIFFERENT = "different"
     CANNOT_JUDGE = "cannot judge"
-    """Eager differs from eager by as much, or nothing was replayed."""
+    """Eager differs from eager by as much, nothing was replayed, or a call writes to memory that nothing names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class VerifyReport:
     def verdict(self) -> Verdict:
         """The outcome in a word."""
         found = self.comparison
+        if found.unsaved:
+            return Verdict.CANNOT_JUDGE
         if not found.equal:
             return Verdict.CANNOT_JUDGE if found.within_spread else Verdict.DIFFERENT
         if not self.replays:
@@ -83,6 +86,8 @@ class VerifyReport:
                 assert found.cause is not None
                 what = f"differs from eager at step {found.first.step}" if found.first else "differs from eager"
                 return f"{self.subject} {what}   [{found.cause.rule}]"
+        if found.unsaved:
+            return f"{self.subject} {out_of_reach(found.unsaved)}"
         if found.equal:
             return f"{self.subject}: nothing was replayed, so eager was compared with eager"
         return f"{self.subject}: eager differs from eager by as much as the graphed run does"
@@ -109,6 +114,7 @@ class VerifyReport:
             "cause": None if cause is None else _explained(cause.rule, cause.what, cause.where),
             "costs": [asdict(cost) for cost in found.costs],
             "notes": list(found.notes),
+            "unsaved": [None if one is None else str(one) for one in found.unsaved],
             "advice": list(self.advice),
         }
 
@@ -153,6 +159,12 @@ class VerifyReport:
 
     def __str__(self) -> str:
         return render(self)
+
+
+def out_of_reach(lines: Iterable[Location | None]) -> str:
+    """Say that these lines write to memory that was not compared."""
+    told = ", ".join("a backward" if one is None else f"{one.file}:{one.line}" for one in lines)
+    return f"writes to memory that nothing in its reach holds, at {told}: it was not compared"
 
 
 def _explained(rule: str, what: str, where: Any) -> dict[str, Any]:

@@ -35,6 +35,9 @@ from stepgraph.modules.manager import ModuleGraphs
 from stepgraph.observe.program import Key, Program, program_of
 from stepgraph.observe.step_objects import numbered
 from stepgraph.observe.steps import StepCalls
+from stepgraph.oplog import Vocabulary
+from stepgraph.oplog.log import storage_of
+from stepgraph.oplog.writes import Writes
 from stepgraph.optim.steps import at_optimizer_steps
 from stepgraph.pair.proof import AuditTurns
 from stepgraph.pipeline.manager import StageManager
@@ -43,8 +46,10 @@ from stepgraph.proof.causes import Earlier, HeldOutputs, Pair, logged
 from stepgraph.proof.compare import compare_pair
 from stepgraph.proof.costs import Counts, counted, timed
 from stepgraph.proof.plainly import running_plainly
+from stepgraph.proof.report import out_of_reach
 from stepgraph.proof.subjects import Part, eager_reasons, subject_of_call
-from stepgraph.proof.trace import Keeper, call_values, fresh
+from stepgraph.proof.trace import Keeper, call_values, fresh, noting_writes
+from stepgraph.script.patience import Patience
 from stepgraph.script.probe import RunningScript
 from stepgraph.session.proof import StepLogs
 from stepgraph.step.step import CapturedStep
@@ -137,6 +142,7 @@ class VerifyProbe:
         self._shown: dict[str, Any] = {}
         self._warned: list[str] = []
         self._inside = 0
+        self._vocabulary = Vocabulary()
         self._named = contextlib.ExitStack()
         """Captures the function that `--step` names, which is wrapped before the script runs."""
         self._named.enter_context(replaced(StepCalls, "wrapped", _captured))
@@ -149,9 +155,13 @@ class VerifyProbe:
         _seed(int(self._options["seed"]))
         if not torch.cuda.is_available():
             torch.set_num_threads(1)  # a sum that is split over threads differs from run to run
+        patience = Patience(
+            self._script, lambda: bool(self._subjects or self._parts), "graphs nothing", int(self._options["steps"])
+        )
         with contextlib.ExitStack() as stack:
             if self._mode == "eager":
                 stack.enter_context(running_plainly())
+                stack.enter_context(patience.watching())
             stack.enter_context(replaced(CapturedStep, "__call__", self._step))
             for kind in (ModuleGraphs, GraphedCallable, StageManager):
                 stack.enter_context(replaced(kind, "__call__", self._part))
@@ -188,11 +198,25 @@ class VerifyProbe:
         subject = self._subject_of(step, args)
         with self._untraced():
             self._look_at(subject, [(step, args, kwargs)])
-            result, step_ms, counts = self._called(subject, functools.partial(below, step), args, kwargs)
+            with self._logged(subject, (args, kwargs)):
+                result, step_ms, counts = self._called(subject, functools.partial(below, step), args, kwargs)
         if step.options.outputs != "static":
             subject.hold(result)
         self._add(subject, {**call_values((args, kwargs), result), **subject.program.values()}, step_ms, counts)
         return result
+
+    @contextlib.contextmanager
+    def _logged(self, subject: _Subject, given: Any) -> Iterator[None]:
+        """Note that a call cannot be judged which writes to memory that is not among the values of its program."""
+        if not self._options.get("logs_writes"):
+            yield
+            return
+        tensors = (value for value in subject.program.values().values() if isinstance(value, torch.Tensor))
+        writes = Writes(filter(None, map(storage_of, tensors)))
+        with noting_writes(writes, given, self._vocabulary):
+            yield
+        if unsaved := writes.unsaved():
+            self._script.cannot_judge(f"{subject.name} {out_of_reach(unsaved)}")
 
     @contextlib.contextmanager
     def _untraced(self) -> Iterator[None]:
@@ -252,6 +276,7 @@ class VerifyProbe:
             found = _Subject(name, "captured step", program, backend_for(program.device), graphed=[step])
             found.backend.reset_peak_memory()
             self._subjects[id(step)] = found
+            self._script.saw(f"{name} is graphed")
         return found
 
     # -- graphed parts
@@ -275,7 +300,9 @@ class VerifyProbe:
         if self._parts is None:
             self._parts = _Subject(PARTS, "graphed parts", Program(), backend_for(_device_of(module, given)))
         parts = self._parts
-        parts.graphed += [] if any(graphs is known for known in parts.graphed) else [graphs]
+        if all(graphs is not known for known in parts.graphed):
+            parts.graphed.append(graphs)
+            self._script.saw(f"{_name_of(graphs)} is graphed")
         if isinstance(module, torch.nn.Module) and all(module is not known for known in parts.program.modules.values()):
             modules = {**parts.program.modules, numbered(_name_of(graphs), parts.program.modules): module}
             parts.program = Program(modules, parts.program.optimizers)

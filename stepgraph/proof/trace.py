@@ -8,6 +8,7 @@ of tensors. Two traces are compared step by step.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 
 from stepgraph.backends import Backend
 from stepgraph.observe.program import KINDS, Key, Program
+from stepgraph.oplog import Vocabulary, noting_unseen
+from stepgraph.oplog.writes import WriteLog, Writes
 from stepgraph.proof.bits import Digest, Gap, digest, measure, same_bits
 from stepgraph.tree import flatten, paths, tree_map
 
@@ -113,19 +116,31 @@ def run(
     before: Callable[[int], None] = lambda index: None,
     on_step: Callable[[], None] = lambda: None,
     keeper: Keeper | None = None,
+    writes: Writes | None = None,
 ) -> Trace:
-    """Call a function on each batch, and keep all values after each call."""
-    keeper = keeper or Keeper()
+    """Call a function on each batch, and keep all values after each call; with `writes`, calls are logged for them."""
+    keeper, vocabulary = keeper or Keeper(), Vocabulary()
     moments = []
     backend.reset_peak_memory()
     for index, batch in enumerate(batches):
         before(index)
         given = fresh(batch)
-        result = call(*given)
+        with noting_writes(writes, given, vocabulary):
+            result = call(*given)
         moments.append(Moment(keeper.keep({**call_values(given, result), **program.values()})))
         del result
         on_step()
     return Trace(tuple(moments), backend.peak_memory_bytes())
+
+
+@contextlib.contextmanager
+def noting_writes(writes: Writes | None, given: Any, vocabulary: Vocabulary) -> Iterator[None]:
+    """Log a call in this block, made with what is given, for what it writes to."""
+    if writes is None:
+        yield
+        return
+    with noting_unseen(), WriteLog(vocabulary, flatten(given)[0], writes):
+        yield
 
 
 def call_values(given: Any, result: Any) -> dict[Key, Any]:

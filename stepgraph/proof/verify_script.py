@@ -26,7 +26,7 @@ from stepgraph.proof.report import Verdict, VerifyReport
 from stepgraph.proof.script_trace import ScriptMoment
 from stepgraph.proof.trace import Difference, Moment, Trace, differences, table
 from stepgraph.script.ranks import exchanged, rank
-from stepgraph.script.run import Outcome, Script, Status, run_script
+from stepgraph.script.run import Outcome, Script, Status, run_script, timed_out
 from stepgraph.session.report import render
 
 __all__ = ["ScriptReport", "verify_script"]
@@ -70,6 +70,8 @@ class ScriptReport:
     notes: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     """Files that the script opened for writing."""
+    refused: tuple[str, ...] = ()
+    """Files that it was not allowed to write."""
     ranks: tuple[Mapping[str, Any], ...] = ()
     """Under torchrun: of each rank its number, its verdicts, and the text and the fields of its reports."""
 
@@ -104,6 +106,7 @@ class ScriptReport:
             "graphed_failed": self.graphed_failed or None,
             "notes": list(self.notes),
             "files_written": list(self.files),
+            "files_refused": list(self.refused),
             "ranks": [{key: rank[key] for key in ("rank", "verdicts", "reports")} for rank in self.ranks],
         }
 
@@ -145,13 +148,14 @@ def verify_script(
         eager = run("eager", "eager")
         shared = _shared(script, eager)
         if eager.has_failed:
-            return ScriptReport(**shared, failed=eager.outcome.exception or str(eager.outcome.status))
+            return ScriptReport(**shared, failed=_failure(script, eager.outcome))
         subjects = [name for names in everywhere([s for s in eager.subjects if eager.of(s)]) for name in names]
         if not subjects:
             return ScriptReport(**{**shared, "cannot_judge": (*shared["cannot_judge"], _nothing_graphed(script))})
-        again, graphed = run("eager again", "eager"), run("graphed", "graphed")
+        again, graphed = run("eager again", "eager", logs_writes=True), run("graphed", "graphed")
+        shared["cannot_judge"] = tuple(dict.fromkeys((*shared["cannot_judge"], *again.outcome.cannot_judge)))
         if graphed.has_failed:
-            return ScriptReport(**shared, graphed_failed=graphed.outcome.exception or str(graphed.outcome.status))
+            return ScriptReport(**shared, graphed_failed=_failure(script, graphed.outcome))
         judges = [_Judge(name, (eager, again, graphed), (rtol, atol)) for name in dict.fromkeys(subjects)]
         reports = [report for judge in judges if (report := judge.report(run, everywhere)) is not None]
         return ScriptReport(**shared, reports=tuple(reports), ranks=_ranks(reports, everywhere))
@@ -175,8 +179,15 @@ def _shared(script: Script, run: _Run) -> dict[str, Any]:
         "script": str(script),
         "cannot_judge": outcome.cannot_judge,
         "notes": outcome.notes,
-        "files": tuple(dict.fromkeys(file.path for file in outcome.files)),
+        "files": tuple(dict.fromkeys(file.path for file in outcome.files if not file.refused)),
+        "refused": tuple(dict.fromkeys(file.path for file in outcome.files if file.refused)),
     }
+
+
+def _failure(script: Script, outcome: Outcome) -> str:
+    if outcome.status is Status.TIMED_OUT:
+        return str(timed_out(script, outcome))
+    return outcome.exception or str(outcome.status)
 
 
 def _nothing_graphed(script: Script) -> str:

@@ -51,15 +51,20 @@ class RunningChild:
         self.is_cuda_mapped = is_cuda_mapped
         self.is_stopping = False
         self.at_stop: Callable[[], None] = lambda: None
+        self.refuse_writes: Callable[[], None] = lambda: None
         self._answer = request.answer
         self._listeners: list[Any] = []
         self._at_synchronize: list[Callable[[str], None]] = []
+        self._at_write: list[Callable[[str], None]] = []
 
     def listen(self, listener: Any) -> None:
         self._listeners.append(listener)
 
     def at_synchronize(self, call: Callable[[str], None]) -> None:
         self._at_synchronize.append(call)
+
+    def at_write(self, call: Callable[[str], None]) -> None:
+        self._at_write.append(call)
 
     def synchronizes(self, name: str) -> None:
         """The script is about to wait for the device."""
@@ -84,8 +89,13 @@ class RunningChild:
     def note(self, what: str) -> None:
         self.tell("note", what)
 
+    def saw(self, what: str) -> None:
+        self.tell("seen", what)
+
     def writes(self, path: str, refused: bool) -> None:
         """The script opens a file for writing."""
+        for call in () if self.is_stopping else self._at_write:
+            call(path)
         self.tell("file", {"path": path, "after_stop": self.is_stopping, "refused": refused})
 
     def tell(self, kind: str, value: Any) -> None:
@@ -134,7 +144,7 @@ def surroundings(request: Request, running: RunningChild) -> Iterator[None]:
             mapping = CudaOnCpu(running.synchronizes, running.refuse, running.note)
             stack.enter_context(mapping.mapped())
         files = FileWatch(running.writes, os.path.dirname(request.answer), refuses=not request.script.writes)
-        running.at_stop = files.forget
+        running.at_stop, running.refuse_writes = files.forget, files.refuse
         tempfile.gettempdir()  # which tries to write once
         if not request.script.writes:
             sys.dont_write_bytecode = True

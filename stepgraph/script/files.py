@@ -62,6 +62,10 @@ class FileWatch:
             if original is not None:
                 serialization._open_zipfile_writer = original
 
+    def refuse(self) -> None:
+        """Refuse from now on."""
+        self._refuses = True
+
     def forget(self) -> None:
         """Report paths again that were reported before."""
         self._seen.clear()

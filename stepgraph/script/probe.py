@@ -32,6 +32,15 @@ class RunningScript(Protocol):
         On the CPU, where `is_cuda_mapped`, nothing waits; a GPU reports its waits by itself.
         """
 
+    def at_write(self, call: Callable[[str], None]) -> None:
+        """Call this with the path before the script first opens a file for writing, replaces or removes it."""
+
+    def refuse_writes(self) -> None:
+        """From now on refuse all files that the script opens for writing, as `--no-write` does."""
+
+    def saw(self, what: str) -> None:
+        """Note what was seen, for a script that is ended at its time limit."""
+
     def stop(self) -> None:
         """End the script early: raises an exception that is no `Exception`, inside the script's own code.
 

@@ -75,6 +75,8 @@ class Outcome:
     was_stopped: bool = False
     """Whether the probe ended the script early; one that timed out then has caught the exception."""
     rank: int = 0
+    seen: tuple[str, ...] = ()
+    """What the probe saw, told as it was seen."""
 
     @property
     def is_first_rank(self) -> bool:
@@ -113,6 +115,7 @@ class Answer:
     was_stopped: bool = False
     cannot_judge: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    seen: list[str] = field(default_factory=list)
     files: list[WrittenFile] = field(default_factory=list)
 
     @classmethod
@@ -129,6 +132,8 @@ class Answer:
                 answer.cannot_judge.append(value)
             elif kind == "note" and value not in answer.notes:
                 answer.notes.append(value)
+            elif kind == "seen" and value not in answer.seen:
+                answer.seen.append(value)
             elif kind == "file":
                 answer.files.append(WrittenFile(**value))
             elif kind == "end":

@@ -7,12 +7,15 @@ asked by SIGTERM first, and killed after five seconds. Imports no torch.
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +26,17 @@ from stepgraph.script.processes import GRACE_S, end_group, own_program
 from stepgraph.script.ranks import exchanged, meeting, rank
 from stepgraph.script.request import Answer, Outcome, Request, Script, Status, WrittenFile
 
-__all__ = ["Outcome", "Script", "Status", "WrittenFile", "refuse_unjudged", "run_script"]
+__all__ = [
+    "Outcome",
+    "Script",
+    "Status",
+    "WrittenFile",
+    "follows_a_stop",
+    "refuse_no_script",
+    "refuse_unjudged",
+    "run_script",
+    "timed_out",
+]
 
 EXIT_S = 10.0
 """Seconds for the process to exit once the script has ended and the result is there."""
@@ -57,7 +70,7 @@ def run_script(
         options: Plain values for the probe.
         stdout_to_stderr: Keep stdout free of what the script prints (`--json`).
     """
-    _refuse_no_script(script)
+    refuse_no_script(script)
     with tempfile.TemporaryDirectory(prefix="stepgraph-") as folder:
         answer, file = Path(folder, "answer.jsonl"), Path(folder, "request.json")
         file.write_text(Request(script, probe, options or {}, str(answer)).to_json(), encoding="utf-8")
@@ -90,16 +103,24 @@ def refuse_unjudged(script: Script, outcome: Outcome) -> None:
         lines = outcome.exception.splitlines()
         raise ScriptError(f"{script}: the script failed", rule="script-failed", details=lines)
     if outcome.status is Status.TIMED_OUT:
-        what = f"{script}: the script was ended after {script.timeout:g} s, as --timeout says"
-        details = [f"steps seen until then: {outcome.steps}"]
-        details += ["it caught the exception that was to stop it"] if outcome.was_stopped else []
-        raise ScriptError(what, rule="script-timeout", details=details)
+        raise timed_out(script, outcome)
     if not outcome.steps and not outcome.cannot_judge:
         raise NoStepError(f"{script}: no training step was seen", rule="no-step")
 
 
-def _refuse_no_script(script: Script) -> None:
+def timed_out(script: Script, outcome: Outcome) -> ScriptError:
+    """The error for a script that was ended at its time limit, with what was seen until then."""
+    what = f"{script}: the script was ended after {script.timeout:g} s, as --timeout says"
+    details = [f"steps seen until then: {outcome.steps}"]
+    details += [f"seen until then: {one}" for one in outcome.seen]
+    details += ["it caught the exception that was to stop it"] if outcome.was_stopped else []
+    return ScriptError(what, rule="script-timeout", details=details)
+
+
+def refuse_no_script(script: Script) -> None:
+    """Raise if there is no such script, or Python cannot read it: at once, before torch is imported."""
     if script.is_module:
+        _refuse_no_module(script.target)
         return
     path = Path(script.target)
     if path.is_dir():
@@ -118,6 +139,15 @@ def _refuse_no_script(script: Script) -> None:
         place = f"{path}:{getattr(error, 'lineno', 1)}"
         details = [f"at    {place}", f"{type(error).__name__}: {getattr(error, 'msg', error)}"]
         raise ScriptError(f"{script}: Python cannot read the script", rule="script-failed", details=details) from None
+
+
+def _refuse_no_module(name: str) -> None:
+    """Only what can be told without running code: the packages above a module run when it is looked for."""
+    root = name.partition(".")[0]
+    if root in sys.modules or (root and importlib.machinery.PathFinder.find_spec(root, [os.getcwd()]) is not None):
+        return
+    if not root or importlib.util.find_spec(root) is None:
+        raise InvalidArgument(f"-m {name}: Python finds no module of that name", rule="script-missing")
 
 
 def _waited(process: subprocess.Popen[bytes], answer: Path, timeout: float) -> bool:
@@ -153,6 +183,7 @@ def _outcome(answer: Answer, timed_out: bool, code: int) -> Outcome:
         text,
         answer.was_stopped,
         rank(),
+        tuple(answer.seen),
     )
 
 
@@ -160,6 +191,12 @@ def _end_of_process(code: int) -> str:
     if code < 0:
         return f"its process was ended by {signal.Signals(-code).name}"
     return f"its process exited with {code}, without a way for Python to report"
+
+
+def follows_a_stop(one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a rank has failed after another one was stopped because it cannot be judged: it may be why."""
+    stops = [other["ended_at"] for other in ranks if other["status"] == Status.STOPPED and other["cannot_judge"]]
+    return one["status"] == Status.FAILED and any(ended_at <= one["ended_at"] for ended_at in stops)
 
 
 def _agreed(outcome: Outcome, ended_at: float, timeout: float) -> Outcome:
@@ -178,6 +215,7 @@ def _agreed(outcome: Outcome, ended_at: float, timeout: float) -> Outcome:
     others = exchanged(own, timeout + 2 * GRACE_S)
     if len(others) == 1:
         return outcome
+    others = [one | {"status": Status.STOPPED} if follows_a_stop(one, others) else one for one in others]
     worst = max(others, key=lambda one: (_SEVERITY.index(Status(one["status"])), -one["ended_at"]))
     text = f"rank {worst['rank']}: {worst['exception']}" if worst["exception"] else ""
     judged = tuple(dict.fromkeys(what for one in others for what in one["cannot_judge"]))

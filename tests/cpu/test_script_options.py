@@ -34,7 +34,7 @@ from stepgraph.script.cuda_on_cpu import DeviceMode
 from stepgraph.script.files import FileWatch, WriteRefused
 from stepgraph.script.main_module import NamedStep
 from stepgraph.script.request import Answer, Outcome, Request, Script, Status, append
-from stepgraph.script.run import refuse_unjudged
+from stepgraph.script.run import follows_a_stop, refuse_unjudged
 
 runner = CliRunner()
 app = typer.Typer(context_settings=CONTEXT_SETTINGS, pretty_exceptions_enable=False)
@@ -317,3 +317,14 @@ def test_refused_files_raise_a_permission_error() -> None:
         files._hook("open", ("/x/log", "w", os.O_WRONLY))
     assert isinstance(caught.value, PermissionError)
     assert seen == ["/x/log"]
+
+
+def test_rank_that_fails_after_a_stopped_one_does_not_count() -> None:
+    """The others of a script that is stopped because it graphs nothing lose their peer."""
+    stopped = {"status": Status.STOPPED, "cannot_judge": ["it graphs nothing"], "ended_at": 1.0}
+    judged = {**stopped, "cannot_judge": []}
+    failed = {"status": Status.FAILED, "cannot_judge": [], "ended_at": 2.0}
+    assert follows_a_stop(failed, [stopped, failed])
+    assert not follows_a_stop(failed, [judged, failed])
+    assert not follows_a_stop({**failed, "ended_at": 0.5}, [stopped, failed])
+    assert not follows_a_stop(stopped, [stopped, failed])

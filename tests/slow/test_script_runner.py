@@ -438,3 +438,19 @@ def test_ranks_of_torchrun_exit_alike(word: str, code: str) -> None:
     assert printed == ([] if word == "fail" else [f"printed by 0 stopped {code}"])
     if word == "fail":
         assert "only here" in done.stdout
+
+
+@pytest.mark.parametrize("words", [["nosuch.py"], ["-m", "nosuch"]])
+@pytest.mark.parametrize("command", ["check", "verify", "frozen", "advise"])
+@pytest.mark.usefixtures("new_processes")
+def test_missing_script_is_refused_before_torch_is_imported(command: str, words: list[str]) -> None:
+    program = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: print('torch' in sys.modules))\n"
+        "import runpy\n"
+        f"sys.argv = ['stepgraph', {command!r}, *{words!r}]\n"
+        "runpy.run_module('stepgraph')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "False\n")
+    assert "[script-missing]" in done.stderr

@@ -139,3 +139,87 @@ def test_script_that_cannot_be_judged(tmp_path: Path, text: str, told: str, code
     result = CliRunner().invoke(app, ["verify", script.target], env={"NO_COLOR": "1"})
     assert result.exit_code == code, result.output
     assert told in " ".join(result.output.split())
+
+
+UNGRAPHED = """
+import pathlib, sys
+import torch
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+steps = pathlib.Path(sys.argv[1], "steps")
+
+def train_step():
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+
+def never_called():
+    pass
+
+try:
+    for index in range(int(sys.argv[2])):
+        train_step()
+        steps.write_text(str(index + 1))
+        if index == int(sys.argv[3]):
+            torch.save(model.state_dict(), pathlib.Path(sys.argv[1], "model.pt"))
+finally:
+    torch.save(model.state_dict(), pathlib.Path(sys.argv[1], "model.pt"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "steps"),
+    [
+        (["verify"], ("100", "1000"), 20),
+        (["verify"], ("100", "3"), 4),
+        (["verify"], ("3", "1000"), 3),
+        (["verify", "--step", "never_called"], ("100", "1000"), 20),
+        (["frozen"], ("100", "1000"), 20),
+        (["frozen", "--step", "never_called"], ("100", "3"), 4),
+    ],
+)
+def test_script_that_graphs_nothing_overwrites_nothing(
+    tmp_path: Path, command: list[str], words: tuple[str, str], steps: int
+) -> None:
+    checkpoint = tmp_path / "model.pt"
+    checkpoint.write_text("of a run that counts")
+    script = written(tmp_path, UNGRAPHED)
+    line = [command[0], script.target, *command[1:], "--json", "--", str(tmp_path), *words]
+    result = CliRunner().invoke(app, line, env={"NO_COLOR": "1"})
+    assert result.exit_code == ExitCode.FINDINGS, result.output
+    assert checkpoint.read_text() == "of a run that counts"
+    assert int((tmp_path / "steps").read_text()) == steps
+    assert f"in its first {steps} steps, and was stopped" in result.output
+
+
+@pytest.mark.parametrize("command", ["verify", "frozen"])
+def test_script_at_its_time_limit_is_told_with_what_was_seen(tmp_path: Path, command: str) -> None:
+    once = "\nstepgraph.capture(lambda x: model(x).sum().detach())(torch.randn(4, 8))\nimport time\ntime.sleep(1000)\n"
+    script = written(tmp_path, HEAD + once)
+    result = CliRunner().invoke(app, [command, script.target, "--timeout", "12"], env={"NO_COLOR": "1"})
+    assert result.exit_code == ExitCode.SCRIPT, result.output
+    told = " ".join(result.output.split())
+    assert "was ended after 12 s, as --timeout says" in told
+    assert "seen until then: " in told.replace("steps seen until then", "")
+    assert "lambda" in told
+
+
+def test_script_that_writes_out_of_reach_cannot_be_judged(tmp_path: Path) -> None:
+    text = """
+import queue
+hidden = queue.SimpleQueue()
+hidden.put(torch.zeros(8))
+
+@stepgraph.capture
+def step(x):
+    tensor = hidden.get()
+    tensor.add_(x)
+    hidden.put(tensor)
+    return x * 2
+
+for _ in range(20):
+    step(torch.ones(8))
+"""
+    report = judged(written(tmp_path, HEAD + text), steps=4)
+    assert report.verdict is Verdict.CANNOT_JUDGE
+    assert "writes to memory that nothing in its reach holds, at" in report.cannot_judge[0]
