@@ -30,6 +30,7 @@ from stepgraph.observe.finder import devices, named_reachable
 from stepgraph.observe.own_changes import ModelState
 from stepgraph.observe.step_objects import numbered
 from stepgraph.rng.tracker import CudaRNGStatesTracker, tracker_for
+from stepgraph.signature.memory import SavedContents
 from stepgraph.tree import flatten
 
 __all__ = ["KINDS", "Key", "Program", "program_of"]
@@ -161,10 +162,7 @@ class Saved:
         tensors += program.buffers().values()
         tensors += [value for one in self._optimizers for value in one.tensors()]
         tensors += [value for other in others for value in vars(other).values() if isinstance(value, torch.Tensor)]
-        with torch.no_grad():
-            self._contents = [
-                (t, t.detach().clone()) for t in {id(t): t for t in tensors}.values() if _can_be_written(t)
-            ]
+        self._contents = SavedContents(filter(_can_be_written, {id(t): t for t in tensors}.values()))
         self._random = _random_states(program)
 
     def restore(self) -> None:
@@ -177,9 +175,7 @@ class Saved:
             vars(other).update(_copied(attributes))
         for tensor, grad in self._grads:
             tensor.grad = grad
-        with torch.no_grad():
-            for tensor, content in self._contents:
-                tensor.data.copy_(content)
+        self._contents.put_back()
         for restore in self._random:
             restore()
 
