@@ -144,9 +144,23 @@ def outcome(engine: str, device: torch.device, how: str) -> str:
     return "equal" if all(map(torch.equal, found, eager.run(eager.step))) else "DIFFERENT"
 
 
+def judged(tool: str, device: torch.device) -> str:
+    """What a function that judges a step says of one that resizes a storage."""
+    training = Training(device, "unsharded")
+    try:
+        if tool == "verify":
+            return str(stepgraph.verify(training.step, [(x,) for x in training.batches]))
+        return str(stepgraph.frozen(stepgraph.capture(training.step), training.batches[0]))
+    except stepgraph.StepgraphError as error:
+        return error.rule
+
+
 def main() -> None:
     warnings.simplefilter("ignore", stepgraph.StepgraphWarning)
     torch.set_num_threads(1)
+    if sys.argv[2] in ("verify", "frozen"):
+        print("unsharded", judged(sys.argv[2], torch.device(sys.argv[1])))
+        return
     for how in KINDS:
         print(how, outcome(sys.argv[2], torch.device(sys.argv[1]), how), flush=True)
 

@@ -32,7 +32,6 @@ from stepgraph.modules.options import ModuleOptions
 from stepgraph.modules.session import ModuleSession
 from stepgraph.observe.ddp import in_ddp
 from stepgraph.observe.finder import compilers
-from stepgraph.observe.sharding import sharded_among
 from stepgraph.oplog import Log
 from stepgraph.pair.call import EagerCall, NotedArguments
 from stepgraph.pair.eager import note_call, run_call
@@ -49,7 +48,6 @@ from stepgraph.tree import Structure, flatten
 
 _DDP = "it is a DistributedDataParallel, which must see every gradient   [ddp-callable]"
 _SOMETIMES = "some of its calls come in some steps only"
-_SHARDED = "FSDP shards its parameters   [fsdp]"
 _GRAPHED = "it is graphed already   [scope]"
 
 
@@ -161,8 +159,6 @@ def _refused_unseen(target: PairTarget) -> Refusal | None:
     """Refuse modules that are not observed at all."""
     if isinstance(target.module, DistributedDataParallel):
         return Refusal(_DDP)
-    if sharded_among(target.module.modules()) is not None:
-        return Refusal(_SHARDED)
     if isinstance(vars(target.module).get(target.method), ModuleGraphs):
         return Refusal(_GRAPHED)
     return None

@@ -99,7 +99,7 @@ class ModuleGraphs:
         calling = self.session.session.calling
         is_alone = calling.acquire(False)
         try:
-            if not is_alone:
+            if not is_alone and self.options.eager_reason is None:
                 refuse_second_thread(self.name)
             last = self._managed.last
             if last is not None and not self.session.is_closed and not has_global_hooks():

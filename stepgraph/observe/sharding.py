@@ -19,11 +19,6 @@ _MARK = "_is_fsdp_managed_module"
 _WRAPPERS = frozenset(("FSDPModule", "FullyShardedDataParallel"))
 
 
-def sharded_among(modules: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
-    """The first of these modules whose parameters FSDP manages, or None."""
-    return next(filter(_is_sharded, modules), None)
-
-
 def _is_sharded(module: torch.nn.Module) -> bool:
     if vars(module).get(_MARK, False):
         return True
@@ -32,7 +27,7 @@ def _is_sharded(module: torch.nn.Module) -> bool:
 
 def refuse_sharded(name: str, modules: Iterable[torch.nn.Module], whose: str = "step") -> None:
     """Refuse a step or module that uses one of these modules, if FSDP manages its parameters."""
-    found = sharded_among(modules)
+    found = next(filter(_is_sharded, modules), None)
     if found is not None:
         why, fix = entry("fsdp").reason_and_fix(whose)
         what = f"{name}: the {whose} uses a model that FSDP shards: {type(found).__name__}"

@@ -140,3 +140,11 @@ def test_resize_is_torchs_own_at_replays(device: torch.device) -> None:
         assert captured.report().replays == 3
     assert found[:3] == [True] * 3
     assert found[-2:] == [False] * 2
+
+
+def test_verify_and_frozen_name_the_rule_and_end_no_process(device: torch.device) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    commands = [[sys.executable, resizing.__file__, str(device), tool] for tool in ("verify", "frozen")]
+    for done in run_to_end(commands, environment):
+        assert done.returncode == 0, done.stderr
+        assert dict(line.split(" ", 1) for line in done.stdout.splitlines()) == {"unsharded": "storage-resize"}
