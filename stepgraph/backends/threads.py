@@ -140,6 +140,7 @@ class _Layers:
     def __init__(self, owner: Any, name: str) -> None:
         self._owner, self._name = owner, name
         self._original: Callable[..., Any] = getattr(owner, name)
+        self._is_inherited = isinstance(owner, type) and name not in vars(owner)
         self._layers: tuple[_Layer, ...] = ()
 
         @functools.wraps(self._original)
@@ -166,7 +167,10 @@ class _Layers:
         """The last one to go leaves the owner as it was."""
         self._layers = tuple(one for one in self._layers if one is not layer)
         if not self._layers and getattr(self._owner, self._name) is self._function:
-            setattr(self._owner, self._name, self._original)
+            if self._is_inherited:
+                delattr(self._owner, self._name)
+            else:
+                setattr(self._owner, self._name, self._original)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from stepgraph.pair.in_flight import held_gradient, run_forward
 from stepgraph.pair.module_method import put_in_place
 from stepgraph.pair.runner import Grads, Runner, RunnerState
 from stepgraph.pair.shared import PairSession
+from stepgraph.session.messages import refuse_second_thread
 from stepgraph.session.report import GraphReport, outline, quantities, with_counts
 from stepgraph.signature.ambient import autocast_now
 from stepgraph.tracebacks import trim
@@ -318,7 +319,11 @@ class GraphedCallable(Generic[P, R]):
     @untraced
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Replay the forward; autograd replays the backward."""
+        calling = self._owner.shared.session.calling
+        is_alone = calling.acquire(False)
         try:
+            if not is_alone:
+                refuse_second_thread(self.name)
             cursor = self._owner.cursor
             if self.is_closed or torch.compiler.is_compiling() or self._is_capturing() or is_logged():
                 return self._otherwise(args, kwargs)
@@ -362,6 +367,9 @@ class GraphedCallable(Generic[P, R]):
             self._owner.refused[error.rule] += 1
             trim(error)
             raise
+        finally:
+            if is_alone:
+                calling.release()
 
     def _otherwise(self, args: Any, kwargs: Any) -> R:
         """Call after the graphs were freed, or inside a larger function that is being captured or compiled."""
@@ -432,7 +440,11 @@ class GraphedCallable(Generic[P, R]):
 
     def backward_dw(self) -> None:
         """Replay the weight gradient that was split off from the backward (`-c.5` in the order)."""
+        calling = self._owner.shared.session.calling
+        is_alone = calling.acquire(False)
         try:
+            if not is_alone:
+                refuse_second_thread(self.name)
             sample, cursor = self._sample, self._owner.cursor
             if self.is_closed:
                 self._otherwise((), {})
@@ -452,6 +464,9 @@ class GraphedCallable(Generic[P, R]):
             self._owner.refused[error.rule] += 1
             trim(error)
             raise
+        finally:
+            if is_alone:
+                calling.release()
 
     def admit_hooks(self, names: Sequence[str]) -> None:
         """Ignore hooks of functions with these names on modules inside: the caller runs them."""

@@ -34,6 +34,7 @@ from stepgraph.pair.target import PairTarget
 from stepgraph.pair.uses import is_reentrant
 from stepgraph.rng.tracker import tracker_for
 from stepgraph.signature.ambient import under_autocast, without_saved_tensor_hooks
+from stepgraph.signature.memory import SavedContents
 from stepgraph.tree import flatten, unflatten
 
 PHASES = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
@@ -146,16 +147,14 @@ def as_before(owners: Iterable[torch.nn.Module], backend: Backend) -> Iterator[N
         main_grad = getattr(parameter, "main_grad", None)  # code of the backward may add to it directly
         if isinstance(main_grad, torch.Tensor):
             tensors[id(main_grad)] = main_grad
-    kept = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
+    contents = SavedContents(tensors.values())
     attributes = ModuleAttributes({str(index): module for index, module in enumerate(modules)})
     with _random_as_before(backend):
         try:
             yield
         finally:
             attributes.restore()
-            with torch.no_grad():
-                for tensor, before in kept:
-                    tensor.data.copy_(before)
+            contents.put_back()
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from stepgraph.errors import CaptureError, InvalidArgument, StepgraphError
-from stepgraph.frames import untraced
+from stepgraph.frames import untraced, warn_user
 from stepgraph.guards.hooks import global_hook, has_global_hooks
 from stepgraph.modules.options import options_from
 from stepgraph.modules.report import ModuleReport, report_on
@@ -29,7 +29,7 @@ from stepgraph.pair.runner import Runner, RunnerState
 from stepgraph.pair.target import PairTarget
 from stepgraph.rng.tracker import tracker_for
 from stepgraph.session.backend_choice import refuse_elsewhere
-from stepgraph.session.messages import signature_mismatch, unsigned
+from stepgraph.session.messages import refuse_second_thread, signature_mismatch, unsigned
 from stepgraph.session.report import outline
 from stepgraph.signature import Signature, ambient_key, leaf_keys, reason_for_eager, refuse_arguments
 from stepgraph.tracebacks import entry_point, trim
@@ -94,9 +94,13 @@ class ModuleGraphs:
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module: replay if a runner fits, else run eagerly."""
+        if torch.compiler.is_compiling():
+            return self.original(*args, **kwargs)  # a part of a larger compiled region
+        calling = self.session.session.calling
+        is_alone = calling.acquire(False)
         try:
-            if torch.compiler.is_compiling():
-                return self.original(*args, **kwargs)  # a part of a larger compiled region
+            if not is_alone and self.options.eager_reason is None:
+                refuse_second_thread(self.name)
             last = self._managed.last
             if last is not None and not self.session.is_closed and not has_global_hooks():
                 leaves = last.fast_match.leaves_of(args, kwargs)
@@ -108,6 +112,9 @@ class ModuleGraphs:
             self._managed.refused[error.rule] += 1
             trim(error)
             raise
+        finally:
+            if is_alone:
+                calling.release()
 
     def _replay(self, site: ModuleSite, leaves: list[Any], structure: Structure, given: tuple[Any, Any]) -> Any:
         calls = self.session.lanes.calls
@@ -198,17 +205,28 @@ class ModuleGraphs:
             if any(runner.state is RunnerState.FWD_READY for runner in site.runners):
                 self.eager_reasons["the order of calls differs from the capture, and max_runners is reached"] += 1
                 return None
-            needed = max(len(site.runners) + 1, site.most_under_way)
-            raise CaptureError(
-                f"{self.name}: {needed} calls are in flight at once, and max_runners is {self.options.max_runners}",
-                rule="max-runners",
-                fix=f"raise max_runners to {needed} or more, or call backward() sooner.",
-            )
+            self._too_many_in_flight(max(len(site.runners) + 1, site.most_under_way))
+            return None
         assert site.recorded is not None
         runner = self.session.capture_one(site, site.recorded)
         if runner is None:
             self.eager_reasons["no further runner could be captured"] += 1
         return runner
+
+    def _too_many_in_flight(self, needed: int) -> None:
+        """Count a call that no runner can take, and runs eagerly; warn once, or raise under strict."""
+        most = self.options.max_runners
+        error = CaptureError(
+            f"{self.name}: {needed} calls are in flight at once, and max_runners is {most}",
+            rule="max-runners",
+            fix=f"raise max_runners to {needed} or more, or call backward() sooner.",
+        )
+        if self.options.strict:
+            raise error
+        reason = f"past max_runners={most}   [max-runners]"
+        if reason not in self.eager_reasons:
+            warn_user(f"{error}\nFurther calls run eagerly until a backward has run.")
+        self.eager_reasons[reason] += 1
 
     def _new_site(
         self, key: Hashable, leaves: Sequence[Any], structure: Structure, keys: tuple[Hashable, ...]
@@ -222,6 +240,10 @@ class ModuleGraphs:
             refuse_elsewhere(self.module, leaves, self.session.session.backend)
         except InvalidArgument as error:
             kind.obstacle = f"{error.what}   [{error.rule}]"
+        try:
+            self._target.refuse_sharded()
+        except CaptureError as error:
+            self._target.failed(kind, error)
         if len(self.sites) >= self.options.max_graphs:
             if self.options.strict:
                 raise signature_mismatch(self.name, call, [known.kind.signature for known in self.sites.values()])
@@ -273,8 +295,11 @@ class ModuleGraphs:
 
     def backward_dw(self) -> None:
         """Replay the weight gradients that the oldest backward has left; in the warm-up, note that layers do so now."""
-        managed, recorder = self._managed, self.session.recorder
+        managed, recorder, calling = self._managed, self.session.recorder, self.session.session.calling
+        is_alone = calling.acquire(False)
         try:
+            if not is_alone:
+                refuse_second_thread(self.name)
             if managed.delayed:
                 if self.session.order is not None:
                     self.session.order.take_weights(managed.delayed[0].runner)
@@ -292,6 +317,9 @@ class ModuleGraphs:
             managed.refused[error.rule] += 1
             trim(error)
             raise
+        finally:
+            if is_alone:
+                calling.release()
 
     def _count_eager(self, reason: str) -> None:
         """Count a call that runs eagerly; raise under strict."""

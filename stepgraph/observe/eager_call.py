@@ -1,21 +1,25 @@
 """An `CallObserver` observes one eager call for what no replay could repeat.
 
 A replay runs no Python. A call that draws from a random generator of the host or from an iterator, seeds a generator of
-the device, or changes a value that its own code reads would do so once, at capture. Each such thing is an `Obstacle`.
+the device, resizes a storage, or changes a value that its own code reads would do so once, at capture. Each such thing
+is an `Obstacle`.
 Steps, modules and callables are observed alike. What only a first call does (a cache that is filled, a lazy
 initialization) is no obstacle, so the latest call decides.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from stepgraph.backends.resizing import Resize, described, resized_by
 from stepgraph.catalogue import entry
 from stepgraph.errors import CaptureError, Location
+from stepgraph.frames import user_location
 from stepgraph.guards.protocol import Change
 from stepgraph.observe.lines import line_of_change
 from stepgraph.observe.module_attributes import ModuleAttributes
@@ -72,6 +76,20 @@ class CallObserver:
         self._random, self.generators = HostRandomWatch(device), GeneratorWatch(generators)
         self._values, self._attributes, self._ignore = values, attributes, frozenset(ignore)
         self._whose, self._ran = whose, ran
+        self._resized: Obstacle | None = None
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Surround the call: note what is seen only while it runs."""
+
+        def see(resize: Resize, storage: torch.UntypedStorage, num_bytes: int) -> Any:
+            if self._resized is None:
+                what = f"the {self._whose} resizes a tensor's storage: {described(storage, num_bytes)}"
+                self._resized = Obstacle("storage-resize", what, whose=self._whose, where=user_location())
+            return resize(storage, num_bytes)
+
+        with resized_by(see):
+            yield
 
     @classmethod
     def of_module(
@@ -96,6 +114,8 @@ class CallObserver:
 
     def _found(self) -> Iterator[Obstacle]:
         whose = self._whose
+        if self._resized is not None:
+            yield self._resized
         if self.generators.was_set():
             yield Obstacle("reseed", f"the {whose} seeds a random generator, or sets its state", whose=whose)
         for source in self._random.advanced():

@@ -34,6 +34,7 @@ from stepgraph.observe.step_objects import numbered
 from stepgraph.oplog.log import storage_of
 from stepgraph.oplog.writes import Writes
 from stepgraph.rng.tracker import CudaRNGStatesTracker, tracker_for
+from stepgraph.signature.memory import SavedContents
 from stepgraph.tree import flatten, paths
 from stepgraph.values.parts import Place
 
@@ -166,12 +167,10 @@ class Saved:
         self._model = ModelState(modules, [tensor for tensor, _ in self._grads])
         tensors += [grad for _, grad in self._grads if grad is not None]
         tensors += program.buffers().values()
-        with torch.no_grad():
-            self._contents = [
-                (t, t.detach().clone()) for t in {id(t): t for t in tensors}.values() if _can_be_written(t)
-            ]
+        kept = [t for t in {id(t): t for t in tensors}.values() if _can_be_written(t)]
+        self._contents = SavedContents(kept)
         self._random = _random_states(program)
-        self.writes = Writes(filter(None, (storage_of(tensor) for tensor, _ in self._contents)))
+        self.writes = Writes(filter(None, map(storage_of, kept)))
         """What calls write to besides; for calls that are logged with it."""
 
     def restore(self) -> None:
@@ -180,9 +179,7 @@ class Saved:
         self._model.restore()
         for tensor, grad in self._grads:
             tensor.grad = grad
-        with torch.no_grad():
-            for tensor, content in self._contents:
-                tensor.data.copy_(content)
+        self._contents.put_back()
         self.writes.restore()
         for restore in self._random:
             restore()

@@ -58,7 +58,7 @@ def run_call(
     shared, device = target.shared, target.shared.session.backend.device
     watched = CallObserver.of_module(target.original, target.named_modules(), target.options.ignore, device, kind.ran)
     log = shared.logs.of_call(target.module, leaves, call.ambient, device)
-    with noting(log):
+    with noting(log), watched.watching():
         value = shared.warming(kind.ran.noted(run))
         note_forward(log, target.module, value, leaves)
     call.log = log.finish()

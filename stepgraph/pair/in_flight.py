@@ -29,6 +29,7 @@ from stepgraph.buffers.inputs import ArgMetadata
 from stepgraph.errors import CaptureError, StaleMemoryError, StepgraphError
 from stepgraph.grads.param_grads import SeparateShare
 from stepgraph.pair.runner import BackwardGraph, Grads, Runner, RunnerState
+from stepgraph.session.messages import refuse_second_thread
 from stepgraph.signature.ambient import autocast_now
 from stepgraph.tracebacks import trim
 
@@ -311,11 +312,18 @@ class ReplayNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        calling = ctx.use.runner.backwards.calling
+        is_alone = calling.acquire(False)
         try:
+            if not is_alone:
+                refuse_second_thread("the backward of a graphed module")
             return (None, None, None, *ctx.use.backward(grads))
         except StepgraphError as error:
             trim(error)
             raise
+        finally:
+            if is_alone:
+                calling.release()
 
 
 _apply: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, ReplayNode).apply

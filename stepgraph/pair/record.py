@@ -186,7 +186,7 @@ class PairCapture:
         in_use = {i: producer.is_live for i, (producer, _) in buffers.given.items()}
         boundary = StaticInputs(tensors, buffers.shared, in_use)
         forward = ForwardGraph(recording, boundary, result, mutated, call.training, names.if_needed())
-        backwards = Backwards(self._backward_now, self.random, self.session.release, self.grads.other_uses)
+        backwards = Backwards(self._backward_now, self.random, self.session, self.grads.other_uses)
         edges = self._edges(call, result, tensors)
         return Runner(forward, edges, lane, self._shared.in_flight_of(self.module), backwards)
 

@@ -28,6 +28,7 @@ from stepgraph.guards.random_names import NamesGuard
 from stepgraph.oplog import Log, OpLog
 from stepgraph.pair.lanes import CaptureSpan, PoolLane
 from stepgraph.rng.tracker import CudaRNGStatesTracker, Segment
+from stepgraph.session.session import Session
 from stepgraph.signature.fast_match import geometry_check
 
 Grads: TypeAlias = Sequence[torch.Tensor | None]
@@ -290,12 +291,13 @@ class Backwards(dict[tuple[Any, ...], BackwardGraph]):
         self,
         record: Callable[[Runner, Sequence[ArgMetadata | None]], BackwardGraph],
         random: CudaRNGStatesTracker,
-        release: Callable[[Graph], None],
+        session: Session,
         other_uses: OtherUses,
     ) -> None:
         super().__init__()
+        self.calling, self.release = session.calling, session.release
         self.record: Callable[[Runner, Sequence[ArgMetadata | None]], BackwardGraph] | None = record
-        self.random, self.release, self.other_uses = random, release, other_uses
+        self.random, self.other_uses = random, other_uses
         self._asked, self._passed = -1, _NONE
         self.usual: BackwardGraph | None = None
         """The one that was replayed last, if a fast check recognises it."""

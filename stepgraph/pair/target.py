@@ -16,6 +16,7 @@ from stepgraph.errors import StateChanged
 from stepgraph.frames import warn_user
 from stepgraph.guards.hooks import refuse_hooks, with_hooks
 from stepgraph.guards.model import ModelGuard
+from stepgraph.observe.sharding import refuse_sharded
 from stepgraph.oplog import Difference
 from stepgraph.pair.guard import Finding, SiteGuard
 from stepgraph.pair.kind import CallKind
@@ -137,8 +138,13 @@ class PairTarget:
         if self._pair is not None and not self._pair.proxies.are_current:
             self.drop_pair()
 
+    def refuse_sharded(self) -> None:
+        """Raise if FSDP manages parameters of the module."""
+        refuse_sharded(self.name, self._modules, "module")
+
     def check_capturable(self, ambient: tuple[Hashable, ...]) -> None:
-        """Raise for hooks on modules inside, since replays would not run them, and for flags that have changed."""
+        """Raise for FSDP and for hooks on modules inside, which replays would not run, and for flags that changed."""
+        self.refuse_sharded()
         names = {id(module): name for name, module in self.named_modules().items()}
         refuse_hooks(self.name, self._called_inside(), self.options.safe_hooks, lambda m: names[id(m)])
         different = changed_flags(ambient)

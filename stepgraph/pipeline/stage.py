@@ -35,7 +35,7 @@ from stepgraph.pipeline.manager import CurrentStep, Mode, StageManager
 from stepgraph.pipeline.report import StageReport, StageRow
 from stepgraph.pipeline.torch_stage import check, chunks_of, has_forward_context, own_methods
 from stepgraph.session.limits import weigh_changes
-from stepgraph.session.messages import warn_misspelt, warn_operations_changed
+from stepgraph.session.messages import refuse_second_thread, warn_misspelt, warn_operations_changed
 from stepgraph.session.options import Audit, Hook, PairOnError, PairOptions, reads_options
 from stepgraph.session.proof import NotWarm
 from stepgraph.session.report import outline
@@ -130,13 +130,20 @@ class GraphedStages:
         def graphed_step(*args: Any, **kwargs: Any) -> Any:
             if self._shared.is_closed:  # another handle of the same schedule was put around this one
                 return step(*args, **kwargs)
+            calling = self._shared.session.calling
+            is_alone = calling.acquire(False)
             try:
+                if not is_alone:
+                    refuse_second_thread("the schedule's step")
                 with self._step():
                     return step(*args, **kwargs)
             except StepgraphError as error:
                 self.refused[error.rule] += 1
                 trim(error)
                 raise
+            finally:
+                if is_alone:
+                    calling.release()
 
         return graphed_step
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from stepgraph.errors import InvalidArgument
+from stepgraph.observe.sharding import refuse_sharded
 from stepgraph.order.entries import Kind
 from stepgraph.pipeline.manager import StageManager
 
@@ -77,8 +78,9 @@ def _check_stage(stage: Any) -> None:
             "a stage has one set of graphs.",
             "call close() on the first handle.",
         )
+    refuse_sharded(_name(stage), stage.submod.modules(), "stage")
     kind = type(stage.submod)
-    if issubclass(kind, DistributedDataParallel) or any(base.__name__ == "FSDPModule" for base in kind.__mro__):
+    if issubclass(kind, DistributedDataParallel):
         raise _refused(
             f"{_name(stage)} is wrapped in {kind.__name__}",
             "it communicates in the middle of a stage's forward and backward, when the schedule says so.",

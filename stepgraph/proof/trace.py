@@ -20,6 +20,7 @@ from stepgraph.observe.program import KINDS, Key, Program
 from stepgraph.oplog import Vocabulary, noting_unseen
 from stepgraph.oplog.writes import WriteLog, Writes
 from stepgraph.proof.bits import Digest, Gap, digest, measure, same_bits
+from stepgraph.signature.memory import has_memory, memory_of
 from stepgraph.tree import flatten, paths, tree_map
 
 __all__ = ["Difference", "Keeper", "Moment", "Row", "Trace", "arguments_of", "differences", "run", "table", "vary"]
@@ -64,6 +65,8 @@ class Keeper:
             return value
         if value.layout is not torch.strided:
             value = value.to_dense()
+        if memory_of(value) is not None and not has_memory(value):
+            return "a storage that was resized to less"
         if value.nbytes > self._left and not isinstance(last, torch.Tensor):
             return digest(value)
         made = value.detach().cpu() if value.device.type != "cpu" else value.detach().clone()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Collection, Iterable, Sequence
 from types import CodeType
 
 import torch
 
-from stepgraph.errors import InvalidArgument, SignatureMismatch, StateChanged, nearest
+from stepgraph.errors import CaptureError, InvalidArgument, SignatureMismatch, StateChanged, nearest
 from stepgraph.frames import warn_user
 from stepgraph.guards.protocol import Change
 from stepgraph.observe.eager_call import to_ignore
@@ -199,3 +200,17 @@ def signature_mismatch(module: str, call: Signature, known: Iterable[Signature])
 def _mismatch(what: str, details: Sequence[str], fix: str) -> SignatureMismatch:
     why = "each signature needs its own graphs, and strict=True forbids to run the call eagerly."
     return SignatureMismatch(what, rule="max-graphs", details=details, why=why, fix=fix)
+
+
+def refuse_second_thread(name: str) -> None:
+    """Refuse a call that comes while another thread is in a call of the same session.
+
+    A thread of autograd's that runs a backward for the call under way is let in: Python did not start it.
+    """
+    is_autograds = isinstance(threading.current_thread(), threading._DummyThread)
+    if not is_autograds or torch._C._current_graph_task_id() == -1:
+        raise CaptureError(
+            f"{name}: another thread is in a call of it, or of something that shares its memory",
+            rule="concurrent-call",
+            details=[f"this call came from the thread `{threading.current_thread().name}`, and has done nothing"],
+        )

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -97,6 +98,9 @@ class Session:
         self._lane_numbers = itertools.count(1)
         self._when_closed = _Listeners()
         self._closed = False
+        self.calling = threading.RLock()
+        """Held by the thread that is in a call, or in a replayed backward. A second thread is refused, and never waits
+        (`messages.refuse_second_thread`): it might wait for a thread that waits for it."""
         self._finalizer = weakref.finalize(self, self._resources.release)
 
     @property

@@ -6,7 +6,7 @@ torch counts the writes to a tensor (`_version`), but not those through `.data`,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,11 @@ def memory_of(tensor: Any) -> int | None:
         return int(tensor.untyped_storage()._cdata) if is_memory else None
     except (NotImplementedError, RuntimeError):  # a subclass without a storage of its own
         return None
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor's storage holds all of it: one that was resized to less frees memory under tensors."""
+    return tensor.numel() == 0 or _reach(tensor)[1] <= tensor.untyped_storage().nbytes()
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -103,14 +108,48 @@ class Contents:
         with torch.no_grad():
             for index, tensor in tensors:
                 is_plain = type(tensor) is torch.Tensor and memory_of(tensor) is not None and not tensor.is_quantized
-                if is_plain and id(tensor) not in seen:
+                if is_plain and id(tensor) not in seen and has_memory(tensor):
                     seen.add(id(tensor))
                     self._copies.append((index, tensor, tensor.detach().clone()))
 
     def changed(self) -> set[int]:
         """The numbers of those that have changed. Asking waits for the device."""
         with torch.no_grad():
-            return {index for index, tensor, copy in self._copies if not _same_bits(tensor.detach(), copy)}
+            return {
+                index
+                for index, tensor, copy in self._copies
+                if not has_memory(tensor) or not _same_bits(tensor.detach(), copy)
+            }
+
+
+def resize_as_before(storage: torch.UntypedStorage, num_bytes: int) -> None:
+    """Give a storage the size that it had, before its bytes are written back."""
+    if storage.nbytes() != num_bytes:
+        storage.resize_(num_bytes)
+
+
+class SavedContents:
+    """The contents of tensors at one moment, to be put back: of each storage first the size, then the bytes."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._sizes: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        with torch.no_grad():
+            for tensor in tensors:
+                if memory_of(tensor) is not None:
+                    storage = tensor.untyped_storage()
+                    self._sizes.setdefault(storage._cdata, (storage, storage.nbytes()))
+                    if not has_memory(tensor):
+                        continue
+                self._copies.append((tensor, tensor.detach().clone()))
+
+    def put_back(self) -> None:
+        """Write the contents back, in place."""
+        for storage, num_bytes in self._sizes.values():
+            resize_as_before(storage, num_bytes)
+        with torch.no_grad():
+            for tensor, content in self._copies:
+                tensor.data.copy_(content)
 
 
 def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:

@@ -30,6 +30,7 @@ from stepgraph.observe.finder import reachable, tensors_in
 from stepgraph.observe.lines import line_of_return
 from stepgraph.observe.nonfinite import Flags
 from stepgraph.observe.own_changes import ModelState
+from stepgraph.observe.sharding import refuse_sharded
 from stepgraph.observe.step_objects import StepObjects, numbered
 from stepgraph.oplog import Difference, Log, first_difference
 from stepgraph.optim.effects import refuse_unknown_results
@@ -167,6 +168,12 @@ class StepCapture:
     def close(self) -> None:
         """Stop listening to the model."""
         self._events.close()
+
+    def refuse_sharded(self, site: Site) -> None:
+        """Refuse a step with a model that FSDP shards: of all in reach before the first call, of all called later."""
+        in_reach = self.reached.objects if self.reached is not None else ()
+        roots = [value for value in in_reach if isinstance(value, torch.nn.Module)]
+        refuse_sharded(self.name, [*site.touched.all_modules, *(m for root in roots for m in root.modules())])
 
     def placements(self, site: Site) -> dict[int, Placement]:
         """Return where each optimizer of the step runs, by id."""

@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends import Backend
 from stepgraph.buffers.outputs import detached
-from stepgraph.errors import ClosedError, StepgraphError
+from stepgraph.errors import CaptureError, ClosedError, StepgraphError
 from stepgraph.frames import untraced, warn_user
 from stepgraph.guards.protocol import Change, Remedy, told
 from stepgraph.observe.discovery import Reached
@@ -36,6 +36,7 @@ from stepgraph.session.failure import capture_error
 from stepgraph.session.interrupt import interrupts_held
 from stepgraph.session.messages import (
     keeps_changing,
+    refuse_second_thread,
     state_changed,
     warn_misspelt,
     warn_operations_changed,
@@ -86,6 +87,8 @@ class Fallback(Protocol):
         """Free all graphs and begin again at the next failure."""
 
 
+_HARMLESS = frozenset(("late-optimizer",))
+"""Rules of steps that are right in eager and have no graph: as for calls past `max_graphs`, only `strict` raises."""
 _MAX_NEW_ANSWERS = 8
 """Other answers of a step to what it asks of host values that each get a graph, before its calls rest."""
 MakeFallback = Callable[[str, Session, StepOptions], Fallback]
@@ -192,7 +195,11 @@ class CapturedStep(Generic[P, R]):
     @untraced
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the step once: replay a graph that fits, or run eagerly if there is none yet."""
+        calling = self._session.calling
+        is_alone = calling.acquire(False)
         try:
+            if not is_alone:
+                refuse_second_thread(self._name)
             last = self._last
             if last is not None and not self._session.closed:
                 known = last.fast_match.leaves_of(args, kwargs)
@@ -226,6 +233,9 @@ class CapturedStep(Generic[P, R]):
             self._counts.refused[error.rule] += 1
             trim(error)
             raise
+        finally:
+            if is_alone:
+                calling.release()
 
     def _dispatch(self, given: CallArgs) -> Any:
         leaves, structure = given.leaves, given.structure
@@ -471,10 +481,14 @@ class CapturedStep(Generic[P, R]):
         return self._warm_up(site, decision.reason, given)
 
     def _warm_up(self, site: Site, reason: str, given: CallArgs) -> Any:
+        try:
+            self._capture.refuse_sharded(site)
+        except CaptureError as error:
+            return self._not_captured(site, error, given, has_parts=False)
+        reached, self._capture.reached = self._capture.reached, None
         modes = site.modes()
         self._sites.before_warm_up(given.leaves)
         others = [other for other in self._sites.values() if other is not site]
-        reached, self._capture.reached = self._capture.reached, None
         call = WarmUp(self._function, given, site, self._session, self._options)
         result, flags = call.run(self._capture.logs, others, reached)
         site.count_warm_call(modes)
@@ -538,13 +552,17 @@ class CapturedStep(Generic[P, R]):
                 tell_other_path(self._name, call.proof.other_path, strict=False)
             return self._run(call, given.leaves)
 
-    def _not_captured(self, site: Site, error: Exception, given: CallArgs) -> Any:
-        """Raise the error of a failed recording, or go on in eager. The recording has restored everything."""
+    def _not_captured(self, site: Site, error: Exception, given: CallArgs, *, has_parts: bool = True) -> Any:
+        """Raise the error of a failed recording, or go on in eager. The recording has restored everything.
+
+        `has_parts`: modules of the step may get graphs under `on_error="modules"`.
+        """
         raised = capture_error(self._name, error, self._session.backend)
-        if not self._options.goes_on_eagerly:
+        is_harmless = raised.rule in _HARMLESS and not self._options.strict
+        if not self._options.goes_on_eagerly and not is_harmless:
             raise raised from (None if raised is error else error)
         site.obstacle = f"capture failed: [{raised.rule}]"
-        goes_on = "in eager" if self._fallback is None else self._fallback.begin()
+        goes_on = "in eager" if self._fallback is None or not has_parts else self._fallback.begin()
         warn_user(f"{raised}\nThe step goes on {goes_on}.")
         return self._eager(site, site.obstacle, given)
 
@@ -698,7 +716,7 @@ class CapturedStep(Generic[P, R]):
         for site in self._sites.values():
             site.drop_graphs()
         self._sites.clear()
-        self._last = None
+        self._last = self._capture.reached = None
         if self._fallback is not None:
             self._fallback.reset()
 

@@ -37,7 +37,7 @@ from stepgraph.session.proof import StepLogs, num_states
 from stepgraph.session.session import Session
 from stepgraph.signature import is_plain
 from stepgraph.signature.attributes import changed_attributes
-from stepgraph.signature.memory import Contents
+from stepgraph.signature.memory import Contents, has_memory
 from stepgraph.step.arguments import on_device
 from stepgraph.step.call import CallArgs
 from stepgraph.step.options import StepOptions
@@ -106,6 +106,7 @@ class WarmUp:
             finding_default_stream(site.touched, backend) as unrecordable,
             flags.at_optimizers(),
             at_optimizer_steps(after=self._after_step),
+            self._watched.watching(),
         ):
             call = self._given.with_leaves(self._moved, own=options.goes_on_eagerly)
             result = self._logged(logs, call) if self._values is not None else self._step(*call[0], **call[1])
@@ -181,7 +182,7 @@ def _note_arguments(site: Site, given: CallArgs, moved: Sequence[Any], call: Any
         refuse_changed_container(container)  # the caller's container did not get the change
     for index in contents.changed():  # torch does not count every write
         site.learnt.written.add(index)
-        if moved[index] is not leaves[index] and moved[index].shape == leaves[index].shape:
+        if moved[index] is not leaves[index] and moved[index].shape == leaves[index].shape and has_memory(moved[index]):
             with torch.no_grad():  # a copy on the device of a tensor on the host
                 leaves[index].copy_(moved[index])
 

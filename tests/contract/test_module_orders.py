@@ -235,10 +235,21 @@ def test_module_called_twice_in_a_forward_equals_eager(device: torch.device) -> 
     assert runners(report) == [6, 4, 2]
 
 
-def test_max_runners_exceeded_says_how_many_are_needed(device: torch.device) -> None:
+@pytest.mark.parametrize("text", ["F0 F1 F2 F3 B0 B1 B2 B3", "F0 F1 F2 F3 S", "F0 F1 F2 F3 B3 B2 B1 B0"])
+def test_max_runners_exceeded_runs_eagerly(text: str, device: torch.device) -> None:
+    """Two calls of four find a runner; the others run eagerly, beside them, in the same backward too."""
+    with pytest.warns(stepgraph.StepgraphWarning, match=r"4 calls are in flight at once[^$]*max-runners"):
+        report = assert_orders_equal_eager(stack, [order(text)] * 8, device, in_graphs(max_runners=2))
+    assert runners(report) == [2] * 3
+    for row in report.rows:
+        assert row.eager_reasons["past max_runners=2   [max-runners]"] == 2 * 5, "of each step after the warm-up"
+        assert not row.refused
+
+
+def test_max_runners_exceeded_raises_under_strict(device: torch.device) -> None:
     training = stack(device)
     with (
-        stepgraph.graph_modules(training.model, ["layers.*"], max_runners=2),
+        stepgraph.graph_modules(training.model, ["layers.*"], max_runners=2, strict=True),
         pytest.raises(stepgraph.CaptureError, match=r"layers\.0: 4 calls are in flight at once") as caught,
     ):
         play(training, [order("F0 F1 F2 F3 B0 B1 B2 B3")] * 5, device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,8 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 import stepgraph
-from tests.harness import Program, assert_captured_equals_eager
+from tests.harness import Program, assert_captured_equals_eager, same_bits
+from tests.seeding import seed
 
 CALLS = 9
 
@@ -244,17 +247,61 @@ def test_state_of_an_optimizer_read_by_the_step_is_guarded(device: torch.device)
     assert report.recapture_reasons == {"the state of AdamW was loaded or replaced": 1}
 
 
-def test_stored_step_of_an_optimizer_between_graphs_is_refused(device: torch.device) -> None:
+def with_stored_step(device: torch.device) -> Program:
+    """The step of an optimizer that runs between graphs was stored: stepgraph cannot cut it out."""
     model = nn.Linear(3, 2).to(device)
-    stored = torch.optim.AdamW(model.parameters()).step
+    optimizer = torch.optim.AdamW(model.parameters())
+    stored = optimizer.step
 
     def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
         model(x).sum().backward()
         stored()
 
-    with stepgraph.capture(step) as captured:
-        for _ in range(3):
-            captured(torch.ones(1, 3, device=device))
-        with pytest.raises(stepgraph.CaptureError, match=r"was not called as `optimizer\.step\(\)`") as caught:
-            captured(torch.ones(1, 3, device=device))
-        assert caught.value.rule == "late-optimizer"
+    return Program(step, [(torch.randn(1, 3, device=device),) for _ in range(CALLS)], [model], [optimizer])
+
+
+def with_another_optimizer_each_time(device: torch.device) -> Program:
+    """Each run of the step's Python takes an optimizer that none before has shown."""
+    model = nn.Linear(3, 2).to(device)
+    others = ctypes.py_object(iter([torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(4 * CALLS)]))
+
+    def step(x: torch.Tensor) -> None:
+        model.zero_grad()
+        model(x).sum().backward()
+        next(others.value).step()
+
+    return Program(step, [(torch.randn(1, 3, device=device),) for _ in range(2 * CALLS)], [model])
+
+
+@pytest.mark.parametrize("build", [with_stored_step, with_another_optimizer_each_time])
+def test_late_optimizer_runs_eagerly_and_is_counted(
+    build: Callable[[torch.device], Program], device: torch.device
+) -> None:
+    programs = []
+    for _ in range(2):
+        seed(0)
+        programs.append(build(device))
+    program, eager = programs
+    with stepgraph.capture(program.step) as captured, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for one, two in zip(program.batches, eager.batches, strict=True):
+            captured(*one)
+            eager.step(*two)
+        report = captured.report()
+    assert ["late-optimizer" in str(each.message) for each in told] == [True]
+    assert report.eager_reasons["capture failed: [late-optimizer]"] > 1
+    assert not report.refused
+    for one, two in zip(program.modules[0].parameters(), eager.modules[0].parameters(), strict=True):
+        assert same_bits(one.detach(), two.detach())
+
+
+def test_late_optimizer_raises_under_strict(device: torch.device) -> None:
+    program = with_stored_step(device)
+    with (
+        stepgraph.capture(program.step, strict=True) as captured,
+        pytest.raises(stepgraph.CaptureError, match=r"was not called as `optimizer\.step\(\)`") as caught,
+    ):
+        for batch in program.batches:
+            captured(*batch)
+    assert caught.value.rule == "late-optimizer"

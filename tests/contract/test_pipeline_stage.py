@@ -8,12 +8,14 @@ import copy
 import inspect
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.utils.checkpoint import checkpoint
 
@@ -515,3 +517,49 @@ def test_what_cannot_be_graphed_is_refused_by_name(device: torch.device) -> None
     pipeline, _ = graphed("Schedule1F1B", device)
     with pytest.raises(stepgraph.InvalidArgument, match="has graphs already"):
         stepgraph.graph_stage(pipeline.stages[0], pipeline.schedule)
+
+
+def test_stage_that_fsdp_shards_is_refused(device: torch.device) -> None:
+    pipeline = Pipeline("Schedule1F1B", 4, device)
+    fully_shard(pipeline.blocks[0].up)
+    with pytest.raises(stepgraph.CaptureError, match="stage 0: the stage uses a model that FSDP shards") as caught:
+        stepgraph.graph_stage(pipeline.stages[0], pipeline.schedule)
+    assert caught.value.rule == "fsdp"
+
+
+class ResizingBlock(Block):
+    """A block whose memory comes and goes, as FSDP's does."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        storage = self.seen.untyped_storage()
+        storage.resize_(4)
+        self.seen.zero_()
+        result = super().forward(x, scale)
+        storage.resize_(8)
+        return result
+
+
+def test_stage_that_resizes_a_storage_runs_eagerly(device: torch.device) -> None:
+    def make() -> Pipeline:
+        return Pipeline("Schedule1F1B", 4, device, block=lambda index: ResizingBlock())
+
+    expected, pipeline = run(make(), 5), make()
+    handle = stepgraph.graph_stage(pipeline.stages, pipeline.schedule, warmup=2)
+    with pytest.warns(stepgraph.StepgraphWarning, match="storage-resize"):
+        received = run(pipeline, 5)
+    assert_equal_histories(expected, received)
+    assert handle.report().steps == {"warm-up": 2, "capture failed: [storage-resize]": 3}
+
+
+def test_step_of_a_schedule_in_two_threads_is_refused(device: torch.device) -> None:
+    pipeline = Pipeline("Schedule1F1B", 4, device)
+    session = stepgraph.Session()
+    handle = stepgraph.graph_stage(pipeline.stages, pipeline.schedule, warmup=2, session=session)
+    with ThreadPoolExecutor(max_workers=1) as other:
+        other.submit(session.calling.acquire).result(60)
+        with pytest.raises(stepgraph.CaptureError) as caught:
+            pipeline.step()
+        other.submit(session.calling.release).result(60)
+    assert caught.value.rule == "concurrent-call"
+    run(pipeline, 4)
+    assert handle.report().steps == {"warm-up": 2, "replay": 2}

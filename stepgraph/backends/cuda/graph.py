@@ -23,6 +23,7 @@ from stepgraph.backends.cuda.nodes import read_nodes
 from stepgraph.backends.cuda.order import StreamOrder, order_of_draws
 from stepgraph.backends.cuda.rng import Origin, StateCalls, advance_under_capture, offset_under_capture
 from stepgraph.backends.nodes import Nodes
+from stepgraph.backends.resizing import refusing_resizes
 from stepgraph.collector import collector_at_rest
 from stepgraph.errors import CaptureRefused
 
@@ -315,7 +316,12 @@ class CudaWorkspace(Workspace):
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         try:
-            with collector_at_rest(), self.stream(), self.random.watched():
+            with (
+                collector_at_rest(),
+                self.stream(),
+                self.random.watched(),
+                refusing_resizes(lambda: self.random.graph),
+            ):
                 yield
         finally:
             torch.cuda.empty_cache()  # what the preparations left cached on the capture stream, the caller cannot use

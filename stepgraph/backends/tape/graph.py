@@ -25,6 +25,7 @@ from stepgraph.backends.tape.op import Op, Ref, Surroundings, calls_operators, h
 from stepgraph.catalogue import entry
 from stepgraph.errors import CaptureRefused, StaleMemoryError
 from stepgraph.frames import user_location
+from stepgraph.signature.memory import resize_as_before
 
 _ALLOCATIONS = frozenset(
     f"aten::{n}" for n in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
@@ -110,8 +111,8 @@ class TapeGraph(Graph):
         self._ops: list[Op] = []
         self._outside: dict[int, PoolPlace] = {}
         self._born: dict[int, PoolPlace] = {}
-        self._backups: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """What the recording has overwritten, as it is and as it was, by its storage."""
+        self._backups: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
+        """The storages that the recording has overwritten, and their bytes before."""
         self._reads: dict[int, PoolPlace] = {}
         self._writes: dict[int, PoolPlace] = {}
         self.trace: GraphTrace | None = None
@@ -200,8 +201,9 @@ class TapeGraph(Graph):
         if self._head.graph is self:
             self._head.graph = None
         with torch.no_grad(), unseen_by_modes():
-            for target, saved in self._backups.values():
-                target.copy_(saved)
+            for storage, saved in self._backups.values():
+                resize_as_before(storage, saved.nbytes)
+                bytes_of(storage).copy_(saved)
             self.random.moved += self._generators.put_back()
         self._backups.clear()
 
@@ -295,15 +297,16 @@ class TapeGraph(Graph):
         return found
 
     def _note_resizing(self, name: str, written: Sequence[torch.Tensor]) -> None:
-        """Memory that an operator made larger moves to a larger block if it was made here; else it is refused."""
+        """Memory that an operator has resized moves to a larger block if it was made here; else it is refused."""
         for tensor in written:
             storage = tensor.untyped_storage()
             place = self._place(tensor)
-            if storage.nbytes() <= place.num_bytes:
+            if storage.nbytes() == place.num_bytes:
                 continue
             if id(place) not in self._born:
-                self.refuse(CaptureRefused(entry("tape-limit"), f"{name} resizes outside memory", user_location()))
-            self._pool.grow(place, storage.nbytes())
+                self.refuse(CaptureRefused(entry("storage-resize"), name, user_location()))
+            if storage.nbytes() > place.num_bytes:
+                self._pool.grow(place, storage.nbytes())
 
     def adopt(self, tensor: torch.Tensor) -> None:
         """Bake a constant of torch's own code into the graph."""
@@ -339,8 +342,7 @@ class TapeGraph(Graph):
             return
         self._writes.setdefault(id(place), place)
         if storage._cdata not in self._backups:
-            whole = bytes_of(storage)
-            self._backups[storage._cdata] = (whole, whole.clone())
+            self._backups[storage._cdata] = (storage, bytes_of(storage).clone())
 
     # -- binding addresses to memory
 

@@ -31,6 +31,7 @@ import torch
 from torch.utils import _python_dispatch as dispatch
 
 from stepgraph.backends.base import Backend, Graph, Workspace
+from stepgraph.backends.resizing import refusing_resizes
 from stepgraph.backends.tape.graph import Head, TapeGraph
 from stepgraph.backends.tape.memory import TapePool
 from stepgraph.backends.tape.op import has_memory
@@ -110,7 +111,7 @@ class TapeWorkspace(Workspace):
             gc.collect(1)
         guard, random = HostReadGuard(self._head.refuse), self._random
         recording = RecordingMode(self._head, guard, random)
-        with collector_at_rest(), self.warming_up():
+        with collector_at_rest(), self.warming_up(), refusing_resizes(lambda: self._head.graph):
             try:
                 with recorded_rng_calls(random), unseen_by_modules(guard), guard, recording:
                     yield

@@ -1,8 +1,11 @@
 """The tape as a device: capture without effect, baked addresses, pooled memory, and stale reads that are told."""
 
 import gc
+import os
+import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from stepgraph.backends.tape.mode import TapeBackend, TapeWorkspace
 from stepgraph.errors import CaptureRefused, StaleMemoryError
 from tests.cpu.backends.tape.recording import record, same_bits
+from tests.processes import run_to_end
 
+ROOT = Path(__file__).parents[4]
 SIZE = 1024  # floats of a tensor that fills whole blocks of the pool
 BYTES = 4 * SIZE
 
@@ -752,3 +757,61 @@ def test_function_compiled_before_runs_its_eager_operators_too(workspace: TapeWo
     x.fill_(2.0)
     graph.replay()
     assert same_bits(y, x.sin() + x.cos())
+
+
+# -- storages that change their size
+
+
+@pytest.mark.parametrize(
+    "resize",
+    [
+        lambda kept: kept.resize_(2 * SIZE),
+        lambda kept: kept.resize_as_(torch.empty(2 * SIZE)),
+        lambda kept: torch.add(torch.ones(2 * SIZE), 1, out=kept),
+        lambda kept: kept.untyped_storage().resize_(2 * BYTES),
+    ],
+    ids=["resize_", "resize_as_", "out", "storage"],
+)
+def test_resized_storage_is_refused_and_has_its_size_and_bytes(
+    workspace: TapeWorkspace, resize: Callable[[torch.Tensor], Any]
+) -> None:
+    kept = numbers()
+    storage = kept.untyped_storage()
+
+    def step() -> None:
+        kept.add_(1)
+        resize(kept)
+
+    with pytest.raises(CaptureRefused) as caught:
+        record(workspace, step)
+    assert caught.value.row.id == "storage-resize"
+    assert storage.nbytes() == BYTES
+    assert same_bits(torch.empty(0).set_(storage, 0, (SIZE,)), numbers())
+
+
+SHRINKING = """
+import torch
+from stepgraph.backends.tape.mode import TapeBackend
+from tests.cpu.backends.tape.recording import record
+
+kept = torch.arange(1024.0)
+unseen = torch.UntypedStorage.__base__.resize_  # as C++ code resizes it: the patch is on UntypedStorage
+
+def step(resize):
+    kept.add_(1)
+    resize(kept.untyped_storage(), 0)
+    raise ValueError
+
+for resize in (unseen, torch.UntypedStorage.resize_, lambda storage, size: storage.resize_(size)):
+    try:
+        record(TapeBackend().workspace(), step, resize)
+    except (ValueError, RuntimeError):
+        print(torch.equal(kept, torch.arange(1024.0)))
+"""
+
+
+def test_storage_that_a_recording_frees_is_rolled_back_whole() -> None:
+    """In a process of its own: what goes wrong here ends it."""
+    [done] = run_to_end([[sys.executable, "-c", SHRINKING]], os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True"] * 3
