@@ -64,11 +64,16 @@ class GradSlot:
         self.given = self.parameter.grad = self.lent.lend()
 
     def bring(self) -> bool:
-        """Copy the present gradient to the memory. Return True if `.grad` stays as it is, since others hold it."""
-        assert self.parameter.grad is not None
-        self.memory.copy_(self.parameter.grad)
-        if self.lent is None:
+        """Copy the present gradient to the memory.
+
+        Return True if `.grad` stays as it is: others hold it, or it has other strides, which additions in eager keep.
+        """
+        grad = self.parameter.grad
+        assert grad is not None
+        self.memory.copy_(grad)
+        if self.lent is None or grad.stride() != self.memory.stride():
             return True
+        grad = None
         held = _held_elsewhere(self.parameter)
         if held is None:
             self.give()

@@ -33,7 +33,7 @@ _PASSES = frozenset(("abs", "min", "max", "round", "divmod", "pow"))
 _AT_LARGE = frozenset(
     (
         *("vars", "__dict__", "__getattribute__", "attrgetter", "methodcaller", "getmembers", "asdict", "astuple"),
-        *("replace", "eval", "exec", "locals", "globals"),
+        *("replace", "eval", "exec"),
     )
 )
 """Names with which code reads attributes that it does not spell."""
