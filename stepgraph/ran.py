@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.frames import is_engine, is_installed, is_users_code
+from stepgraph.frames import is_called_for_an_operator, is_engine, is_installed, is_users_code
 
 _AT_LARGE = frozenset(
     (
@@ -151,6 +151,8 @@ class ExecutedCode:
     def __init__(self) -> None:
         self._codes: dict[int, types.CodeType] = {}
         """By id; kept, so that no other code takes the id of one."""
+        self._operators: dict[types.CodeType, dict[str, Any]] = {}
+        """Those that torch has called for an operator, with their globals."""
         self._is_whole = True
         self._is_elsewhere = False
         self._names, self._num_read = Names(), 0
@@ -170,6 +172,10 @@ class ExecutedCode:
 
     def codes(self) -> list[types.CodeType]:
         return list(self._codes.values())
+
+    def operators(self) -> dict[types.CodeType, dict[str, Any]]:
+        """The user's functions that torch has called for an operator, its kernel or its gradient, by code: globals."""
+        return self._operators
 
     def names(self) -> Names:
         """The names in the code that ran: a copy, to be added to."""
@@ -222,6 +228,7 @@ class ExecutedCode:
                 self.give_up()
             if type(outer) is ExecutedCode:
                 outer._codes |= self._codes
+                outer._operators |= self._operators
                 outer._is_whole = outer._is_whole and self._is_whole
 
     @contextlib.contextmanager
@@ -229,7 +236,7 @@ class ExecutedCode:
         events: Any = sys.monitoring  # type: ignore[attr-defined]
 
         def started(code: types.CodeType, _: int) -> Any:
-            self._codes[id(code)] = code
+            self._see(code, sys._getframe(1))
             return events.DISABLE
 
         events.use_tool_id(tool, "stepgraph")
@@ -254,8 +261,13 @@ class ExecutedCode:
     def note(self, frame: types.FrameType, event: str, _: Any) -> None:
         """Note a call, as Python's profile function."""
         if event == "call":
-            code = frame.f_code
+            self._see(frame.f_code, frame)
+
+    def _see(self, code: types.CodeType, frame: types.FrameType) -> None:
+        if id(code) not in self._codes:
             self._codes[id(code)] = code
+            if is_users_code(code) and code.co_name not in MAKING and is_called_for_an_operator(frame):
+                self._operators[code] = frame.f_globals
 
 
 class Running:
@@ -279,6 +291,10 @@ class Running:
     def admit(self, *values: Any) -> None:
         """Let these functions, methods or their wrappers count: they may run unseen."""
         self._unseen.update(function.__code__ for value in values for function in functions_behind(value))
+
+    def operators(self) -> dict[types.CodeType, dict[str, Any]]:
+        """The user's functions in operators that were seen to run: their globals, by code."""
+        return self._ran.operators()
 
     def has(self, code: types.CodeType) -> bool:
         """Whether code was seen to run."""

@@ -3,7 +3,8 @@
 A graph is right when the operations that it replays are those that the step would run. So operations are compared, not
 the causes that could change them. A dispatch mode sees every operation of the call, in the forward, in autograd's
 threads, in optimizers and hooks, and notes four things of each: its name; its plain arguments, by type and value; its
-tensors, by geometry and by which tensor each is; and the user's line. Compiled code and Triton's kernels bypass the
+tensors, by geometry and by which tensor each is; and the user's line. Of an operator that is written in Python it notes
+also what this calls (`backends.kernels`). Compiled code and Triton's kernels bypass the
 dispatcher and are noted by hooks of their own (`unseen`).
 
 Tensors are named up to renaming, so that two runs of one program agree. An argument of the call has its number; a
@@ -43,6 +44,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch.utils import _python_dispatch as dispatch
 
+from stepgraph.backends.kernels import may_be_python, mode_that_looks_inside, python_kernel
 from stepgraph.errors import Location
 from stepgraph.frames import is_user
 from stepgraph.ran import Unnoted
@@ -138,6 +140,8 @@ class Operation(NamedTuple):
     number: int
     computes_nothing: bool
     is_torchs: bool
+    may_be_python: bool
+    """Whether its kernel may be a Python function: then the log looks inside."""
 
 
 class Vocabulary:
@@ -170,7 +174,8 @@ class Vocabulary:
         """What is known of an operation. Its own properties are slow: they take its name apart at each look."""
         found = self._operations.get(id(func))
         if found is None:
-            found = Operation(func, self.number(func), func.namespace in _UNSEEN, func.namespace == "aten")
+            about = (func.namespace in _UNSEEN, func.namespace == "aten", may_be_python(func))
+            found = Operation(func, self.number(func), *about)
             self._operations[id(func)] = found
         return found
 
@@ -471,7 +476,7 @@ class OpLog(dispatch.TorchDispatchMode):
             else:
                 taken = _lifted(args[0]) if func is _LIFT or func is _LIFT_COPY else args
                 on_device = self._note(operation.number, taken, kwargs, line, known)
-        out = func(*args, **kwargs)
+        out = self._run(operation, args, kwargs)
         with _unseen(), Unnoted():
             if is_left_out:
                 self._bear(known, out, "left out")
@@ -485,6 +490,19 @@ class OpLog(dispatch.TorchDispatchMode):
                 del self._notes[begin:]
                 self._bear(known, out, "host")
         return out
+
+    def _run(self, operation: Operation, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Call an operator; of one that is written in Python note what it calls, too."""
+        if operation.may_be_python and not self._hidden:
+            kernel = python_kernel(operation.func, args, kwargs)
+            if kernel is not None:
+                below = mode_that_looks_inside()
+                if below is None:
+                    with self:
+                        return kernel(*args, **kwargs)
+                with below.entered_with(self):
+                    return operation.func(*args, **kwargs)
+        return operation.func(*args, **kwargs)
 
     @property
     def _scope(self) -> str:
