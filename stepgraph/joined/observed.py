@@ -43,7 +43,15 @@ from stepgraph.rng.tracker import tracker_for
 from stepgraph.session.backend_choice import refuse_elsewhere
 from stepgraph.session.messages import unsigned
 from stepgraph.session.session import Session
-from stepgraph.signature import Signature, ambient_key, find_differences, leaf_keys, reason_for_eager, refuse_arguments
+from stepgraph.signature import (
+    Signature,
+    ambient_key,
+    find_differences,
+    leaf_keys,
+    reason_for_eager,
+    refuse_arguments,
+    saved_tensor_hooks,
+)
 from stepgraph.tree import Structure, flatten
 
 _DDP = "it is a DistributedDataParallel, which must see every gradient   [ddp-callable]"
@@ -106,7 +114,7 @@ class ObservedModule:
         except InvalidArgument as error:
             self.refusal = Refusal(f"{error.what}   [{error.rule}]", spreads=False)
             return None
-        reason = reason_for_eager(ambient)
+        reason = reason_for_eager(ambient) or saved_tensor_hooks(ambient)
         self.refusal = None if reason is None else Refusal(reason)
         return found if reason is None else None
 

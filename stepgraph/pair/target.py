@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.errors import StateChanged
+from stepgraph.errors import CaptureError, StateChanged
 from stepgraph.frames import warn_user
 from stepgraph.guards.hooks import refuse_hooks, with_hooks
 from stepgraph.guards.model import ModelGuard
@@ -26,7 +26,7 @@ from stepgraph.pair.shared import PairSession
 from stepgraph.rng.tracker import CudaRNGStatesTracker
 from stepgraph.session.failure import capture_error
 from stepgraph.session.options import PairOptions
-from stepgraph.signature import argument_names
+from stepgraph.signature import argument_names, saved_tensor_hooks
 from stepgraph.signature.ambient import changed_flags
 from stepgraph.values.watch import Watch
 
@@ -138,9 +138,11 @@ class PairTarget:
             self.drop_pair()
 
     def check_capturable(self, ambient: tuple[Hashable, ...]) -> None:
-        """Raise for hooks on modules inside, since replays would not run them, and for flags that have changed."""
+        """Raise for hooks on modules inside and for saved tensors, which replays would not run, and for other flags."""
         names = {id(module): name for name, module in self.named_modules().items()}
         refuse_hooks(self.name, self._called_inside(), self.options.safe_hooks, lambda m: names[id(m)])
+        if (hooks := saved_tensor_hooks(ambient)) is not None:
+            raise CaptureError(f"{self.name}: {hooks.partition('   ')[0]}", rule="saved-tensor-hooks")
         different = changed_flags(ambient)
         if different:
             raise RuntimeError(f"flags of the process have changed since the call: {', '.join(different)}")
