@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import opcode
 import sys
 import time
@@ -287,14 +288,20 @@ class Running:
         self._called: set[str] = set()
         """The names in code that may run unseen."""
         self._num_unseen = 0
+        self._reached: set[types.CodeType] = set()
+        """The code of all functions that a name has led to."""
 
     def admit(self, *values: Any) -> None:
         """Let these functions, methods or their wrappers count: they may run unseen."""
         self._unseen.update(function.__code__ for value in values for function in functions_behind(value))
 
-    def operators(self) -> dict[types.CodeType, dict[str, Any]]:
-        """The user's functions in operators that were seen to run: their globals, by code."""
-        return self._ran.operators()
+    def kernels(self) -> list[types.FunctionType]:
+        """The functions of operators that ran and that no name has led to: torch keeps them, the collector knows."""
+        unknown = {code: scope for code, scope in self._ran.operators().items() if code not in self._reached}
+        found = [one for one in gc.get_referrers(*unknown) if type(one) is types.FunctionType] if unknown else []
+        kernels = [function for function in found if function.__code__ in unknown]
+        hidden = unknown.keys() - {function.__code__ for function in kernels}  # by `gc.freeze`
+        return kernels + [types.FunctionType(code, unknown[code]) for code in hidden if not code.co_freevars]
 
     def has(self, code: types.CodeType) -> bool:
         """Whether code was seen to run."""
@@ -318,6 +325,7 @@ class Running:
     def counts(self, function: types.FunctionType, is_near: bool) -> bool:
         """Whether a function counts; `is_near`: it is the user's, or the user's code names it."""
         code = function.__code__
+        self._reached.add(code)
         if self.has(code):
             if not is_installed(code.co_filename):
                 self._called.update(*map(strings_in, self._unseen_in(code)))

@@ -104,7 +104,8 @@ class ObservedModule:
         """Sign a call; None if no graph can take its arguments."""
         target, ambient = self.target, ambient_key()
         try:
-            found = Signature(structure, leaf_keys(leaves), ambient, target.modes(), arguments=target.arguments)
+            keys = leaf_keys(leaves, on=target.shared.session.backend.device.type)
+            found = Signature(structure, keys, ambient, target.modes(), arguments=target.arguments)
         except (InvalidArgument, RuntimeError) as error:
             self.refusal = Refusal(unsigned(error), spreads=False)
             return None

@@ -143,7 +143,7 @@ class ModuleGraphs:
         around = self._around()
         leaves, structure = self._flatten(args, kwargs)
         try:
-            keys = leaf_keys(leaves)
+            keys = leaf_keys(leaves, on=self._managed.on)
         except (InvalidArgument, RuntimeError) as error:  # an argument that no signature can be made of
             self._count_eager(unsigned(error))
             return self.original(*args, **kwargs)

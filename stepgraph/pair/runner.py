@@ -317,7 +317,7 @@ class Backwards(dict[tuple[Any, ...], BackwardGraph]):
         tensors = [grad for grad in grads if grad is not None]
         if len(tensors) == len(grads) and around[:2] == (False, False):  # a look tells autocast, not its dtype
             if backward.geometry is None:
-                backward.geometry = geometry_check(tensors)
+                backward.geometry = geometry_check(tensors, tensors[0].device.type)
             self.usual, backward.fork = backward, self.random.active
 
 

@@ -16,18 +16,19 @@ import torch
 
 from stepgraph.signature.ambient import compiler_guards
 from stepgraph.signature.key import gradient_mark
-from stepgraph.signature.memory import sharing
+from stepgraph.signature.memory import alignment_of, sharing
 
 _TensorGuards: Any = getattr(compiler_guards, "TensorGuards", None)
 _PLAIN = frozenset({type(None), bool, int, str})
 _attributes = operator.attrgetter("__dict__")
+_address = torch.Tensor.data_ptr
 
 
-def geometry_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
-    """A function that compares as many other tensors by class, dtype, device, shape and strides.
+def geometry_check(tensors: Sequence[torch.Tensor], on: str) -> Callable[..., bool] | None:
+    """A function that compares as many other tensors by class, dtype, device, shape, strides, and alignment.
 
-    None where torch has no such guard. It also returns False where autocast was switched on or off for their device,
-    and where one tensor is given twice.
+    `on`: the kind of device whose tensors have an alignment. None where torch has no such guard. It also returns False
+    where autocast was switched on or off for their device, and where one tensor is given twice.
     """
     if _TensorGuards is None:
         return None
@@ -36,7 +37,18 @@ def geometry_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | Non
         dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
         dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
     ).check
-    return check
+    found = [(index, alignment_of(tensor, on)) for index, tensor in enumerate(tensors)]
+    aligned = [(index, *alignment) for index, alignment in found if alignment is not None]
+
+    def fits(*others: torch.Tensor) -> bool:
+        if not check(*others):
+            return False
+        for index, modulus, rest in aligned:  # noqa: SIM110 (a generator would cost more than the check)
+            if _address(others[index]) % modulus != rest:
+                return False
+        return True
+
+    return fits if aligned else check
 
 
 class FastMatch:
@@ -45,7 +57,7 @@ class FastMatch:
     __slots__ = ("_check", "_is_all_tensors", "_names", "_num_args", "_others", "_tensors", "_with_grad", "_written")
 
     def __init__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, tell_computed: bool, written: Collection[int]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], on: str, *, tell_computed: bool, written: Collection[int]
     ) -> None:
         leaves = [*args, *kwargs.values()]
         self._num_args, self._names = len(args), tuple(kwargs)
@@ -55,7 +67,7 @@ class FastMatch:
         tensors = [leaves[i] for i in self._tensors]
         self._with_grad = [(i, gradient_mark(t)) for i, t in enumerate(tensors) if t.requires_grad and tell_computed]
         self._written = written
-        check = geometry_check(tensors)
+        check = geometry_check(tensors, on)
         assert check is not None
         self._check = check
 
@@ -64,15 +76,16 @@ class FastMatch:
         cls,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        on: str,
         *,
         tell_computed: bool = True,
         written: Collection[int] = frozenset(),
     ) -> FastMatch | None:
         """The form of a call, or None where no later call could be compared with it.
 
-        `tell_computed`: a tensor that needs a gradient is compared by whether it was computed, and by its `.grad`.
-        `written`: the leaves that are written to, a collection that may grow; a call in which another leaf shares their
-        memory does not match.
+        `on`: the kind of device whose tensors have an alignment. `tell_computed`: a tensor that needs a gradient is
+        compared by whether it was computed, and by its `.grad`. `written`: the leaves that are written to, a collection
+        that may grow; a call in which another leaf shares their memory does not match.
         """
         leaves = [*args, *kwargs.values()]
         tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor]
@@ -84,7 +97,7 @@ class FastMatch:
             return None
         if not torch.is_grad_enabled():  # the guard would not tell whether a tensor needs a gradient
             return None
-        return cls(args, kwargs, tell_computed=tell_computed, written=written)
+        return cls(args, kwargs, on, tell_computed=tell_computed, written=written)
 
     def leaves_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """The leaves of a call that matches, or None."""

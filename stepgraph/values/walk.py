@@ -24,7 +24,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import islice
 from typing import Any, Protocol
 
@@ -145,8 +145,6 @@ class Walk:
         """Ids of modules inside others. Hundreds of them are torch's own layers, which get no new names."""
         self._waiting: dict[str, list[tuple[Kind | None, Label, Place]]] = {}
         self._missed: dict[int, tuple[dict[str, Any], set[str]]] = {}
-        self._reached: set[types.CodeType] = set()
-        """The code of functions that the walk has found."""
         self._resting: list[tuple[Label, types.FunctionType, bool]] = []
         """Functions that do not count yet."""
         self.is_compiled = self.is_cut_short = False
@@ -161,21 +159,11 @@ class Walk:
         for path, module in modules.items():
             self._add(Label(path), module, True)
         self._run()
-        for kernel in list(self._kernels()):
+        for kernel in self._running.kernels():
             self._add(Label(""), kernel, True)
         self._run()
         for scope, names in self._missed.values():
             self._visitor.miss(Label(str(scope.get("__name__"))), scope, names.__contains__)
-
-    def _kernels(self) -> Iterator[types.FunctionType]:
-        """The functions of operators that ran. Torch keeps them where no name leads to them, but the collector does."""
-        unknown = [code for code in self._running.operators() if code not in self._reached]
-        found = [one for one in gc.get_referrers(*unknown) if type(one) is types.FunctionType] if unknown else []
-        for code in unknown:
-            own = [function for function in found if function.__code__ is code]
-            if not own and not code.co_freevars:  # `gc.freeze` hides it
-                own = [types.FunctionType(code, self._running.operators()[code])]
-            yield from own
 
     def _run(self) -> None:
         while self._queue and not self.is_cut_short:
@@ -274,7 +262,6 @@ class Walk:
     def _body(self, label: Label, function: types.FunctionType, users: bool) -> None:
         """Take the variables of a function, if it counts now."""
         code, called, scope = function.__code__, function.__name__, function.__globals__
-        self._reached.add(code)
         is_made = code.co_filename.startswith("<")
         own = not is_installed(str(scope.get("__file__")) if is_made else code.co_filename)
         if not self._running.counts(function, own or users):
