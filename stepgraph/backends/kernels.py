@@ -55,6 +55,8 @@ def may_be_python(func: Any) -> bool:
 def python_kernel(func: Any, args: Any, kwargs: Any) -> Callable[..., Any] | None:
     """The kernel of an operator for these arguments, if it is a Python function; to be called in its place."""
     device = next((leaf.device.type for leaf in _leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), "cpu")
+    if device == "meta":
+        return None
     asked = torch._C._dispatch_has_kernel_for_dispatch_key
     found = next((key for key in (device.upper(), *_SHARED) if asked(func.name(), key)), None)
     if f"{_path(func)}/{found}" not in _FROM_PYTHON:

@@ -101,28 +101,48 @@ def test_callable_of_an_unusual_sample_equals_eager(device: torch.device) -> Non
         assert same_bits(received.detach(), result)
 
 
+class Moved(torch.autograd.Function):
+    """Its gradient begins at an unusual address, as a part of a larger one may."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        memory = torch.empty(grad.numel() + 16, device=grad.device)[1 : 1 + grad.numel()]
+        return memory.view(grad.shape).copy_(grad)
+
+
+class Aligned(torch.autograd.Function):
+    """A backward that takes its way by the address, as kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * (3 if grad.data_ptr() % 16 else 2)
+
+
+class Choosing(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = Aligned.apply(super().forward(x))
+        return result
+
+
 def test_gradient_of_any_alignment_equals_eager(device: torch.device) -> None:
-    """A gradient of a result may be a part of a larger one."""
-
-    class Split(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            memory = torch.empty(grad.numel() + 16, device=grad.device)[1 : 1 + grad.numel()]
-            return memory.view(grad.shape).copy_(grad)
-
     def gradients(graphs: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        model, found = nn.Sequential(nn.Linear(17, 33), nn.LayerNorm(33)).to(device), []
+        model, found = nn.Sequential(Choosing(17, 8)).to(device), []
         if graphs:
             stepgraph.graph_modules(model, ["forward"], warmup=2)
         for call in range(CALLS):
             model.zero_grad()
-            x = torch.randn(5, 17, generator=torch.Generator().manual_seed(call)).to(device)
-            Split.apply(model(x)).pow(2).sum().backward()
+            x = torch.randn(ROWS, 17, generator=torch.Generator().manual_seed(call)).to(device)
+            result = model(x)
+            (Moved.apply(result) if call % 2 else result).pow(2).sum().backward()
             found += [p.grad.clone() for p in model.parameters()]
         return found
 
