@@ -74,7 +74,7 @@ class ManagedModule:
 
     def look_for_replays(self) -> None:
         """In the backward of an eager call, warn if it also reaches replayed calls, which share no casts with it."""
-        if self.target.shared.in_flight_of(self.module).has_more_to_come():
+        if self.target.shared.in_flight.of(self.module).has_more_to_come():
             for site in self.sites.values():
                 if any(runner.edges.keeps_casts for runner in site.runners):
                     site.tell_several()
