@@ -273,6 +273,8 @@ class Log:
     serial: int = 0
     shared: Mapping[Hashable, Hashable] = field(default_factory=dict)
     """Arguments that share their memory with others, by the first of them."""
+    outside: tuple[weakref.ref[torch.Tensor], ...] = ()
+    """The tensors from before the call that have no name, each as it was seen first."""
 
     def __len__(self) -> int:
         return len(self.notes) // FIELDS
@@ -361,12 +363,14 @@ class OpLog(dispatch.TorchDispatchMode):
         self._sections = _Sections()
         self._hidden = 0
         """The number of blocks around the call whose operations are not noted."""
-        self._nameless = itertools.count()
+        self._outside: dict[int, weakref.ref[torch.Tensor]] = {}
+        """Tensors without a name from before the call, by the number of their memory."""
         self.effects = Effects()
 
     def finish(self) -> Log:
         """The notes so far."""
-        return Log(self._vocabulary, self._notes, tuple(self._sections.done), self._serial, self._shared)
+        outside = tuple(self._outside.values())
+        return Log(self._vocabulary, self._notes, tuple(self._sections.done), self._serial, self._shared, outside)
 
     def followed_by(self, roles: Roles | None = None) -> OpLog:
         """A log for what comes after this one, which can name its results: a backward of a forward."""
@@ -553,15 +557,15 @@ class OpLog(dispatch.TorchDispatchMode):
         device, offset = tensor.device, int(tensor.storage_offset())
         if isinstance(self._given, _Found) and not self._is_named(storage, offset):
             self._given.add(next(self._given.numbers), tensor)
-        which, begin = self._which(storage, offset)
+        which, begin = self._which(storage, offset, tensor)
         if self._device is not None and which[0] != "made" and not tensor.shape and device.type == "cpu":
             form = (tensor.shape, tensor.dtype, device, torch.strided)
             return (("number", _plain(_value(tensor))), form)  # the kernel is given its value
         form = (tensor.shape, tensor.dtype, device, torch.strided)
         return (which, form, (offset - begin, tensor.stride(), tensor.is_conj(), tensor.is_neg()))
 
-    def _which(self, storage: torch.UntypedStorage, offset: int) -> tuple[tuple[Any, ...], int]:
-        """The name of memory, and where the tensor of that name begins."""
+    def _which(self, storage: torch.UntypedStorage, offset: int, tensor: torch.Tensor) -> tuple[tuple[Any, ...], int]:
+        """The name of a tensor's memory, and where the tensor of that name begins."""
         made = self._births.name(storage)
         if made is not None:
             return made, 0
@@ -574,7 +578,9 @@ class OpLog(dispatch.TorchDispatchMode):
         role = self._roles.find(storage, offset)
         if role is not None:
             return ("role", role[0]), role[1]
-        number = self._vocabulary.memory(storage, self._serial, lambda: next(self._nameless))
+        number = self._vocabulary.memory(storage, self._serial, lambda: len(self._outside))
+        if number not in self._outside:
+            self._outside[number] = weakref.ref(tensor)
         return ("outside", number), 0
 
     def _is_named(self, storage: torch.UntypedStorage, offset: int) -> bool:
@@ -586,7 +592,9 @@ class OpLog(dispatch.TorchDispatchMode):
     def _role(self, tensor: torch.Tensor) -> Hashable | None:
         """The name of a tensor that was there before the call and is no argument of it."""
         storage = storage_of(tensor)
-        which, _ = (("without memory",), 0) if storage is None else self._which(storage, int(tensor.storage_offset()))
+        if storage is None:
+            return None
+        which, _ = self._which(storage, int(tensor.storage_offset()), tensor)
         return which[1] if which[0] == "role" else None
 
     def _line(self, *, is_collective: bool = True) -> tuple[int, bool]:

@@ -16,6 +16,7 @@ from stepgraph.errors import CaptureError, StateChanged
 from stepgraph.frames import warn_user
 from stepgraph.guards.hooks import refuse_hooks, with_hooks
 from stepgraph.guards.model import ModelGuard
+from stepgraph.guards.outside_memory import OutsideMemory
 from stepgraph.oplog import Difference
 from stepgraph.pair.guard import Finding, SiteGuard
 from stepgraph.pair.kind import CallKind
@@ -174,7 +175,9 @@ class PairTarget:
         )
         values = Watch(with_hooks(self.original, self._called_inside()), self.options.ignore, modules, ran=kind.ran)
         kind.guard = SiteGuard(
-            model, values, pair.inside(), runner.forward.names, lambda p: names[id(p)], before=kind.guard
+            *(model, values, pair.inside(), runner.forward.names, OutsideMemory(runner.forward.log, values.tensors)),
+            lambda p: names[id(p)],
+            before=kind.guard,
         )
 
     def look(self, guard: SiteGuard, differs: Callable[[], Difference | None], *, audited: bool) -> Finding | None:
