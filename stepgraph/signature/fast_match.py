@@ -21,7 +21,6 @@ from stepgraph.signature.memory import alignment_of, sharing
 _TensorGuards: Any = getattr(compiler_guards, "TensorGuards", None)
 _PLAIN = frozenset({type(None), bool, int, str})
 _attributes = operator.attrgetter("__dict__")
-_address = torch.Tensor.data_ptr
 
 
 def geometry_check(tensors: Sequence[torch.Tensor], on: str) -> Callable[..., bool] | None:
@@ -32,29 +31,36 @@ def geometry_check(tensors: Sequence[torch.Tensor], on: str) -> Callable[..., bo
     """
     if _TensorGuards is None:
         return None
+    check, aligned = _guard(tensors), _alignments(tensors, on)
+
+    def fits(*others: torch.Tensor) -> bool:
+        return check(*others) and all(others[index].data_ptr() % modulus == rest for index, modulus, rest in aligned)
+
+    return fits if aligned else check
+
+
+def _guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     check: Callable[..., bool] = _TensorGuards(
         *tensors,
         dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
         dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
     ).check
-    found = [(index, alignment_of(tensor, on)) for index, tensor in enumerate(tensors)]
-    aligned = [(index, *alignment) for index, alignment in found if alignment is not None]
+    return check
 
-    def fits(*others: torch.Tensor) -> bool:
-        if not check(*others):
-            return False
-        for index, modulus, rest in aligned:  # noqa: SIM110 (a generator would cost more than the check)
-            if _address(others[index]) % modulus != rest:
-                return False
-        return True
 
-    return fits if aligned else check
+def _alignments(tensors: Sequence[torch.Tensor], on: str) -> list[tuple[int, int, int]]:
+    """Index, modulus and rest of those tensors whose address counts."""
+    found = ((index, alignment_of(tensor, on)) for index, tensor in enumerate(tensors))
+    return [(index, *alignment) for index, alignment in found if alignment is not None]
 
 
 class FastMatch:
     """The form of one call whose arguments are plain tensors and plain values."""
 
-    __slots__ = ("_check", "_is_all_tensors", "_names", "_num_args", "_others", "_tensors", "_with_grad", "_written")
+    __slots__ = (
+        *("_aligned", "_check", "_is_all_tensors", "_names", "_num_args", "_others", "_tensors", "_with_grad"),
+        "_written",
+    )
 
     def __init__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], on: str, *, tell_computed: bool, written: Collection[int]
@@ -67,9 +73,7 @@ class FastMatch:
         tensors = [leaves[i] for i in self._tensors]
         self._with_grad = [(i, gradient_mark(t)) for i, t in enumerate(tensors) if t.requires_grad and tell_computed]
         self._written = written
-        check = geometry_check(tensors, on)
-        assert check is not None
-        self._check = check
+        self._check, self._aligned = _guard(tensors), _alignments(tensors, on)
 
     @classmethod
     def of(
@@ -113,6 +117,9 @@ class FastMatch:
             tensors = [leaves[index] for index in self._tensors]
         if not self._check(*tensors) or any(map(_attributes, tensors)):
             return None
+        for index, modulus, rest in self._aligned:
+            if tensors[index].data_ptr() % modulus != rest:
+                return None
         for index, mark in self._with_grad:
             if gradient_mark(tensors[index]) != mark:
                 return None
