@@ -29,6 +29,8 @@ _USER_MODULES = ("stepgraph.models", "stepgraph.bench")
 _PLATFORM = frozenset((*sys.stdlib_module_names, "torch", "numpy", "stepgraph", "triton", "pybind11_builtins"))
 _NAMESPACES = ("argparse", "types")
 _DISPATCH = ("utils/_python_dispatch.py", "overrides.py", "_ops.py", "_compile.py", "_dynamo", "utils/_contextlib.py")
+_LIBRARY = tuple(_TORCH + name for name in ("_ops.py", "library.py", f"_library{os.sep}"))
+_KERNELS = _HERE + os.path.join("backends", "kernels.py")
 _PLUMBING = tuple(_TORCH + name for name in _DISPATCH)
 _OPERATORS = tuple(_TORCH + name for name in ("_tensor.py", "_tensor_str.py", "autograd", "nn/modules/module.py"))
 
@@ -101,6 +103,17 @@ def caller_is_torch() -> bool:
 def caller_is_autograd() -> bool:
     """Whether autograd's engine called, with no Python code between it and the operator."""
     return _calling_file() == _TORCH + os.path.join("autograd", "graph.py")
+
+
+def is_called_for_an_operator(frame: types.FrameType) -> bool:
+    """Whether torch has called this frame's function for an operator, with no code of the user in between."""
+    for caller in _stack(frame.f_back):
+        file = caller.f_code.co_filename
+        if file.startswith(_LIBRARY) or file == _KERNELS:
+            return True
+        if not file.startswith(_TORCH):
+            return False
+    return False
 
 
 def _calling_file() -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import opcode
 import sys
 import time
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.frames import is_engine, is_installed, is_users_code
+from stepgraph.frames import is_called_for_an_operator, is_engine, is_installed, is_users_code
 
 _AT_LARGE = frozenset(
     (
@@ -151,6 +152,8 @@ class ExecutedCode:
     def __init__(self) -> None:
         self._codes: dict[int, types.CodeType] = {}
         """By id; kept, so that no other code takes the id of one."""
+        self._operators: dict[types.CodeType, dict[str, Any]] = {}
+        """Those that torch has called for an operator, with their globals."""
         self._is_whole = True
         self._is_elsewhere = False
         self._names, self._num_read = Names(), 0
@@ -170,6 +173,10 @@ class ExecutedCode:
 
     def codes(self) -> list[types.CodeType]:
         return list(self._codes.values())
+
+    def operators(self) -> dict[types.CodeType, dict[str, Any]]:
+        """The user's functions that torch has called for an operator, its kernel or its gradient, by code: globals."""
+        return self._operators
 
     def names(self) -> Names:
         """The names in the code that ran: a copy, to be added to."""
@@ -222,6 +229,7 @@ class ExecutedCode:
                 self.give_up()
             if type(outer) is ExecutedCode:
                 outer._codes |= self._codes
+                outer._operators |= self._operators
                 outer._is_whole = outer._is_whole and self._is_whole
 
     @contextlib.contextmanager
@@ -229,7 +237,7 @@ class ExecutedCode:
         events: Any = sys.monitoring  # type: ignore[attr-defined]
 
         def started(code: types.CodeType, _: int) -> Any:
-            self._codes[id(code)] = code
+            self._see(code, sys._getframe(1))
             return events.DISABLE
 
         events.use_tool_id(tool, "stepgraph")
@@ -254,8 +262,13 @@ class ExecutedCode:
     def note(self, frame: types.FrameType, event: str, _: Any) -> None:
         """Note a call, as Python's profile function."""
         if event == "call":
-            code = frame.f_code
+            self._see(frame.f_code, frame)
+
+    def _see(self, code: types.CodeType, frame: types.FrameType) -> None:
+        if id(code) not in self._codes:
             self._codes[id(code)] = code
+            if is_users_code(code) and code.co_name not in MAKING and is_called_for_an_operator(frame):
+                self._operators[code] = frame.f_globals
 
 
 class Running:
@@ -275,10 +288,20 @@ class Running:
         self._called: set[str] = set()
         """The names in code that may run unseen."""
         self._num_unseen = 0
+        self._reached: set[types.CodeType] = set()
+        """The code of all functions that a name has led to."""
 
     def admit(self, *values: Any) -> None:
         """Let these functions, methods or their wrappers count: they may run unseen."""
         self._unseen.update(function.__code__ for value in values for function in functions_behind(value))
+
+    def kernels(self) -> list[types.FunctionType]:
+        """The functions of operators that ran and that no name has led to: torch keeps them, the collector knows."""
+        unknown = {code: scope for code, scope in self._ran.operators().items() if code not in self._reached}
+        found = [one for one in gc.get_referrers(*unknown) if type(one) is types.FunctionType] if unknown else []
+        kernels = [function for function in found if function.__code__ in unknown]
+        hidden = unknown.keys() - {function.__code__ for function in kernels}  # by `gc.freeze`
+        return kernels + [types.FunctionType(code, unknown[code]) for code in hidden if not code.co_freevars]
 
     def has(self, code: types.CodeType) -> bool:
         """Whether code was seen to run."""
@@ -302,6 +325,7 @@ class Running:
     def counts(self, function: types.FunctionType, is_near: bool) -> bool:
         """Whether a function counts; `is_near`: it is the user's, or the user's code names it."""
         code = function.__code__
+        self._reached.add(code)
         if self.has(code):
             if not is_installed(code.co_filename):
                 self._called.update(*map(strings_in, self._unseen_in(code)))

@@ -173,10 +173,14 @@ class _Layers:
                 setattr(self._owner, self._name, self._original)
 
 
+def _always() -> bool:
+    return True
+
+
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
-    """Replace a function for this thread's step; `call` is given that function first."""
-    layer = _Layer(for_this_thread(), call)
+def replaced(owner: Any, name: str, call: Callable[..., Any], *, everywhere: bool = False) -> Iterator[None]:
+    """Replace a function for this thread's step, or for all threads; `call` is given that function first."""
+    layer = _Layer(_always if everywhere else for_this_thread(), call)
     with _CHANGING:
         layers = _Layers.of(owner, name)
         layers.add(layer)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from stepgraph.signature.memory import memory_of
+
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 
@@ -25,6 +27,11 @@ class BorrowedTensor:
         self._alias = alias
         self._key = alias.untyped_storage()._cdata
         self._own = 0
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The static memory."""
+        return self._alias
 
     def settle(self) -> BorrowedTensor:
         """Count stepgraph's own references, before the tensor is lent."""
@@ -66,6 +73,41 @@ def lend_out(tensors: Sequence[torch.Tensor]) -> list[BorrowedTensor]:
             made.append(BorrowedTensor(_with_bits(alias, tensor)))
     storages.clear()
     return [lent.settle() for lent in made]
+
+
+def sharing_memory(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The indices of tensors that lie in one memory, for each memory with more than one."""
+    groups: dict[int, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        memory = memory_of(tensor)
+        if memory is not None:
+            groups.setdefault(memory, []).append(index)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def copied_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of tensors in one memory that share the memory of the copy in the same way."""
+    spans = [(tensor.storage_offset() * tensor.element_size(), _end(tensor)) for tensor in tensors]
+    begin = min(start for start, _ in spans) // _APART * _APART
+    with torch.inference_mode(False), torch.no_grad():
+        storage = tensors[0].untyped_storage()
+        whole = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
+        whole.set_(storage, begin, (max(end for _, end in spans) - begin,), (1,))
+        memory, made = whole.clone().untyped_storage(), []
+        for tensor, (start, _) in zip(tensors, spans, strict=True):
+            copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            copy.set_(memory, (start - begin) // tensor.element_size(), tensor.shape, tensor.stride())
+            made.append(_with_bits(copy, tensor))
+        return made
+
+
+_APART = 512
+"""Where the copy begins: at an address like that of the original, so that both have the same alignment."""
+
+
+def _end(tensor: torch.Tensor) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (int(tensor.storage_offset()) + max(last, 0) + 1) * tensor.element_size()
 
 
 def lend_by_address(tensors: Sequence[torch.Tensor]) -> list[BorrowedTensor]:

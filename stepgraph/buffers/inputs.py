@@ -18,6 +18,7 @@ import torch
 
 from stepgraph.errors import InvalidArgument
 from stepgraph.signature.attributes import as_given
+from stepgraph.signature.memory import alignment_of
 from stepgraph.tracebacks import entry_point
 from stepgraph.tree import Leaf
 
@@ -39,6 +40,8 @@ class ArgMetadata(Leaf):
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    offset: int
+    """The number of elements by which a tensor begins past the alignment that new memory has."""
     value: Any = field(compare=False)
     """The value, or the address of a tensor."""
     type: type[Any] = field(compare=False)
@@ -50,6 +53,8 @@ class ArgMetadata(Leaf):
         if isinstance(arg, torch.Tensor):
             found |= {"shape": arg.shape, "dtype": arg.dtype, "device": arg.device, "requires_grad": arg.requires_grad}
             found |= {"stride": arg.stride() if arg.layout is torch.strided else None, "value": _address(arg)}
+            alignment = alignment_of(arg, arg.device.type)
+            found["offset"] = alignment.rest // arg.element_size() if alignment is not None else 0
         else:
             found["_plain"] = (arg.__class__, arg)
         for name, value in found.items():
@@ -61,8 +66,8 @@ class ArgMetadata(Leaf):
 
     @property
     def layout(self) -> Hashable:
-        """Shape, strides and dtype: a backward is recorded for each layout of gradients."""
-        return (self.shape, self.stride, self.dtype)
+        """Shape, strides, dtype and alignment: a backward is recorded for each layout of gradients."""
+        return (self.shape, self.stride, self.dtype, self.offset)
 
     def changed(self, **fields: Any) -> ArgMetadata:
         """Return the same with other values of some fields."""
@@ -84,6 +89,10 @@ class ArgMetadata(Leaf):
             )
         with torch.inference_mode(False):
             made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+            if self.offset and device.type == self.device.type:
+                last = sum((size - 1) * stride for size, stride in zip(self.shape, strides, strict=True))
+                memory = torch.empty(self.offset + last + 1, dtype=self.dtype, device=device).untyped_storage()
+                made.set_(memory, self.offset, self.shape, strides)
             return made.requires_grad_(self.requires_grad)
 
     @entry_point

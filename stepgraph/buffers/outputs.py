@@ -11,13 +11,21 @@ autograd gives a parameter the gradients of its uses outside, as in eager.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from stepgraph.buffers.borrowed import BorrowedTensor, any_held, lend_by_address, lend_out
+from stepgraph.buffers.borrowed import (
+    BorrowedTensor,
+    any_held,
+    copied_together,
+    lend_by_address,
+    lend_out,
+    sharing_memory,
+)
 from stepgraph.errors import CaptureError
 from stepgraph.tree import flatten, unflatten
 
@@ -62,6 +70,8 @@ class StaticOutputs:
                     found[id(leaf)] = len(self.tensors)
                     self.tensors.append(leaf)
                 self._computed.append((position, found[id(leaf)]))
+        self._groups: list[list[int]] = []
+        """Indices of tensors that share their memory: their copies share one, too."""
         self._moved: dict[int, torch.Tensor] = {}
         """Memory outside the pool that `give` copies tensors to, by their index."""
         self._lent: list[BorrowedTensor] = []
@@ -103,12 +113,15 @@ class StaticOutputs:
 
     def copier(self) -> Callable[[], Any]:
         """Return a function that makes the result with copies, which are safe to keep."""
-        return self.tensors[0].clone if self._single else self._copies
+        if self._single:
+            return self.tensors[0].clone
+        return functools.partial(self._copies, sharing_memory(self.tensors))
 
-    def _copies(self) -> Any:
-        filled = self._filled.copy()
+    def _copies(self, groups: Sequence[Sequence[int]]) -> Any:
+        filled, tensors = self._filled.copy(), self.tensors
+        together = _all_together(tensors, groups) if groups else {}
         for position, index in self._computed:
-            filled[position] = self.tensors[index].clone()
+            filled[position] = together[index] if index in together else tensors[index].clone()
         return unflatten(self.structure, filled)
 
     # -- modules: lent tensors
@@ -123,6 +136,7 @@ class StaticOutputs:
         self.copied = [tensor.untyped_storage()._cdata in arguments for tensor in self.tensors]
         self._inputs = []
         self._lent = lend_out(self.tensors)
+        self._groups = sharing_memory(self.tensors)
         kept = {tensor.untyped_storage()._cdata for tensor in state}
         self._watched = {
             i: lent for i, lent in enumerate(self._lent) if self.tensors[i].untyped_storage()._cdata not in kept
@@ -142,12 +156,16 @@ class StaticOutputs:
 
     def copy(self, indices: Iterable[int]) -> None:
         """Return these tensors as copies from now on."""
-        for index in self._watched.keys() & set(indices):
+        chosen = set(indices)
+        for group in self._groups:
+            chosen.update(group if not chosen.isdisjoint(group) else ())
+        for index in self._watched.keys() & chosen:
             self.copied[index] = True
 
     def hand_on(self, index: int, lent: BorrowedTensor) -> None:
         """Use another tensor with the same values as the source of a copied one."""
         self._lent[index] = lent
+        self._groups = [group for group in self._groups if index not in group]
 
     def forget_history(self) -> None:
         """Drop the autograd history, once no further backward is recorded."""
@@ -167,7 +185,10 @@ class StaticOutputs:
         """Return the tensors for the caller, without autograd history."""
         if len(self._lent) == 1:
             return (self._lent[0].copy() if self.copied[0] else self._lent[0].lend(),)
-        return tuple([n.copy() if c else n.lend() for n, c in zip(self._lent, self.copied, strict=True)])
+        groups = [group for group in self._groups if self.copied[group[0]]] if self._groups else ()
+        together = _all_together([lent.tensor for lent in self._lent], groups) if groups else {}
+        pairs = enumerate(zip(self._lent, self.copied, strict=True))
+        return tuple([together[i] if i in together else n.copy() if c else n.lend() for i, (n, c) in pairs])
 
     def build(self, tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> Any:
         """Build the result from these tensors, for a call with these arguments."""
@@ -195,6 +216,14 @@ class StaticOutputs:
         """The part of the result that no replay computes; for a parameter a weak reference."""
         weak = {position: weakref.ref(tensor) for position, tensor in self._objects.items()}
         return [weak.get(position, value) for position, value in enumerate(self._filled)]
+
+
+def _all_together(tensors: Sequence[torch.Tensor], groups: Iterable[Sequence[int]]) -> dict[int, torch.Tensor]:
+    """Copies of tensors that share their memory, by index."""
+    made: dict[int, torch.Tensor] = {}
+    for group in groups:
+        made.update(zip(group, copied_together([tensors[index] for index in group]), strict=True))
+    return made
 
 
 def detached(tree: Any) -> Any:

@@ -2,8 +2,8 @@
 
 A graph reads static memory of one geometry. It serves calls whose tensors have the same shapes and dtypes, and whose
 plain values are equal. Any other call is refused, and the error names all differences. Strides may differ, since the
-copy into static memory changes them to those of the sample. A tensor may need no gradient although the sample needed
-one: the gradient is then computed and not used.
+copy into static memory changes them to those of the sample; the alignment may not. A tensor may need no gradient
+although the sample needed one: the gradient is then computed and not used.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from stepgraph.signature import (
     refuse_arguments,
 )
 from stepgraph.signature.attributes import NONE, as_given, attributes_in
+from stepgraph.signature.key import alignment_in
+from stepgraph.signature.memory import Alignment, alignment_of
 from stepgraph.tree import Structure
 
 _GRAD = AMBIENT_NAMES.index("grad mode")
@@ -44,7 +46,8 @@ class CallShape:
     ) -> None:
         """`training`: the modes of the modules. `needs_backward`: no call may be made without gradients."""
         self.name = name
-        keys = tuple(_settled_key(key) for key in leaf_keys(leaves))
+        self._on = next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), "cpu")
+        keys = tuple(_settled_key(key) for key in leaf_keys(leaves, on=self._on))
         self.call = Signature(structure, keys, ambient_key(), training, arguments=arguments)
         self._check_sample(leaves)
         self._ambients = {self.call.ambient}
@@ -54,6 +57,8 @@ class CallShape:
             self._ambients.add(tuple(without))  # the same numbers, without a backward
         self._tensors = [(i, k) for i, k in enumerate(keys) if _is_tensor(k)]
         self._others = [(i, k) for i, k in enumerate(keys) if not _is_tensor(k)]
+        found = [(i, alignment_of(leaves[i], self._on)) for i, _ in self._tensors]
+        self._aligned = [(i, *alignment) for i, alignment in found if alignment is not None]
         self._is_simple = not self._others and all(len(k) == _PLAIN_KEY for _, k in self._tensors)
 
     def _check_sample(self, leaves: Sequence[Any]) -> None:
@@ -69,8 +74,8 @@ class CallShape:
 
     @property
     def geometry(self) -> tuple[Hashable, ...]:
-        """Shape, strides, dtype and device of each static buffer."""
-        return tuple(key[1:5] for _, key in self._tensors)
+        """Shape, strides, dtype, device and alignment of each static buffer."""
+        return tuple((*key[1:5], alignment_in(key)) for _, key in self._tensors)
 
     def check(self, leaves: Sequence[Any], structure: Structure, ambient: tuple[Hashable, ...]) -> None:
         """Raise `SignatureMismatch` unless the graph serves this call."""
@@ -88,6 +93,8 @@ class CallShape:
             ):
                 raise self._mismatch(leaves, structure)
             is_simple = is_simple and not leaf.__dict__
+        if any(leaves[index].data_ptr() % modulus != rest for index, modulus, rest in self._aligned):
+            raise self._mismatch(leaves, structure)
         if not is_simple and self._differs_otherwise(leaves):
             raise self._mismatch(leaves, structure)
 
@@ -101,7 +108,7 @@ class CallShape:
         ambient = self.call.ambient if ambient_key() in self._ambients else ambient_key()
         known = list(self.call.leaves)
         keys = []
-        for index, key in enumerate(map(_settled_key, leaf_keys(leaves))):
+        for index, key in enumerate(map(_settled_key, leaf_keys(leaves, on=self._on))):
             old = known[index] if structure == self.call.structure else None
             keys.append(_forgiven(old, key) if _is_tensor(old) and _is_tensor(key) else key)
         received = Signature(structure, tuple(keys), ambient, self.call.training, arguments=self.call.arguments)
@@ -137,6 +144,7 @@ def _forgiven(old: Any, key: Any) -> Any:
         old[5] if old[5] else key[5],
         *key[6:8],
         *_beside(old, key),
+        *(() if (alignment := alignment_in(key)) is None else (alignment,)),
     )
 
 
@@ -146,10 +154,11 @@ def _beside(old: Any, key: Any) -> tuple[Any, ...]:
     Its identity counts, too, if it counted for the sample: a tensor passed twice has one buffer, and a parameter is
     used itself.
     """
-    attributes = attributes_in(key)
+    attributes, old = attributes_in(key), [part for part in old if type(part) is not Alignment]
     own = () if attributes is NONE else (attributes,)
+    identity = (part for part in key[_PLAIN_KEY + len(own) :] if type(part) is not Alignment)
     has_identity = len(old) > _PLAIN_KEY + (attributes_in(old) is not NONE)
-    return (*own, *key[_PLAIN_KEY + len(own) :]) if has_identity else own
+    return (*own, *identity) if has_identity else own
 
 
 def detached(leaf: Any) -> Any:

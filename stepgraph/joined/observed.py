@@ -43,7 +43,15 @@ from stepgraph.rng.tracker import tracker_for
 from stepgraph.session.backend_choice import refuse_elsewhere
 from stepgraph.session.messages import unsigned
 from stepgraph.session.session import Session
-from stepgraph.signature import Signature, ambient_key, find_differences, leaf_keys, reason_for_eager, refuse_arguments
+from stepgraph.signature import (
+    Signature,
+    ambient_key,
+    find_differences,
+    leaf_keys,
+    reason_for_eager,
+    refuse_arguments,
+    saved_tensor_hooks,
+)
 from stepgraph.tree import Structure, flatten
 
 _DDP = "it is a DistributedDataParallel, which must see every gradient   [ddp-callable]"
@@ -96,7 +104,8 @@ class ObservedModule:
         """Sign a call; None if no graph can take its arguments."""
         target, ambient = self.target, ambient_key()
         try:
-            found = Signature(structure, leaf_keys(leaves), ambient, target.modes(), arguments=target.arguments)
+            keys = leaf_keys(leaves, on=target.shared.session.backend.device.type)
+            found = Signature(structure, keys, ambient, target.modes(), arguments=target.arguments)
         except (InvalidArgument, RuntimeError) as error:
             self.refusal = Refusal(unsigned(error), spreads=False)
             return None
@@ -106,7 +115,7 @@ class ObservedModule:
         except InvalidArgument as error:
             self.refusal = Refusal(f"{error.what}   [{error.rule}]", spreads=False)
             return None
-        reason = reason_for_eager(ambient)
+        reason = reason_for_eager(ambient) or saved_tensor_hooks(ambient)
         self.refusal = None if reason is None else Refusal(reason)
         return found if reason is None else None
 

@@ -31,7 +31,14 @@ from stepgraph.rng.tracker import tracker_for
 from stepgraph.session.backend_choice import refuse_elsewhere
 from stepgraph.session.messages import refuse_second_thread, signature_mismatch, unsigned
 from stepgraph.session.report import outline
-from stepgraph.signature import Signature, ambient_key, leaf_keys, reason_for_eager, refuse_arguments
+from stepgraph.signature import (
+    Signature,
+    ambient_key,
+    leaf_keys,
+    reason_for_eager,
+    refuse_arguments,
+    saved_tensor_hooks,
+)
 from stepgraph.tracebacks import entry_point, trim
 from stepgraph.tree import CallFlattener, Structure
 
@@ -143,12 +150,15 @@ class ModuleGraphs:
         around = self._around()
         leaves, structure = self._flatten(args, kwargs)
         try:
-            keys = leaf_keys(leaves)
+            keys = leaf_keys(leaves, on=self._managed.on)
         except (InvalidArgument, RuntimeError) as error:  # an argument that no signature can be made of
             self._count_eager(unsigned(error))
             return self.original(*args, **kwargs)
         if (reason := reason_for_eager(around[0])) is not None:
             self.eager_reasons[reason] += 1
+            return self.original(*args, **kwargs)
+        if (hooks := saved_tensor_hooks(around[0])) is not None:
+            self._count_eager(hooks)
             return self.original(*args, **kwargs)
         site = self.sites.get((structure, keys, *around))
         self._managed.last = site.last_call(args, kwargs, structure, around) if site is not None else None

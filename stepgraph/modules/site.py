@@ -61,6 +61,11 @@ class ManagedModule:
     def module(self) -> torch.nn.Module:
         return self.target.module
 
+    @property
+    def on(self) -> str:
+        """The kind of device that its graphs run on."""
+        return self.target.shared.session.backend.device.type
+
     def tally(self) -> tuple[int, int, int]:
         """The numbers of calls, replayed forwards and runners."""
         runners = [runner for site in self.sites.values() for runner in site.runners]
@@ -69,7 +74,7 @@ class ManagedModule:
 
     def look_for_replays(self) -> None:
         """In the backward of an eager call, warn if it also reaches replayed calls, which share no casts with it."""
-        if self.target.shared.in_flight_of(self.module).has_more_to_come():
+        if self.target.shared.in_flight.of(self.module).has_more_to_come():
             for site in self.sites.values():
                 if any(runner.edges.keeps_casts for runner in site.runners):
                     site.tell_several()
@@ -169,7 +174,7 @@ class ModuleSite:
     ) -> LastModuleCall | None:
         """Return the look of a call of this site, or None if it has no runners or cannot be compared fast."""
         if self._last_call is None and self.runners:
-            fast_match = FastMatch.of(args, kwargs, tell_computed=False)
+            fast_match = FastMatch.of(args, kwargs, self.manager.on, tell_computed=False)
             if fast_match is not None:
                 self._last_call = LastModuleCall(fast_match, structure, around, self)
         return self._last_call

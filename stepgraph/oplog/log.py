@@ -3,7 +3,8 @@
 A graph is right when the operations that it replays are those that the step would run. So operations are compared, not
 the causes that could change them. A dispatch mode sees every operation of the call, in the forward, in autograd's
 threads, in optimizers and hooks, and notes four things of each: its name; its plain arguments, by type and value; its
-tensors, by geometry and by which tensor each is; and the user's line. Compiled code and Triton's kernels bypass the
+tensors, by geometry and by which tensor each is; and the user's line. Of an operator that is written in Python it notes
+also what this calls (`backends.kernels`). Compiled code and Triton's kernels bypass the
 dispatcher and are noted by hooks of their own (`unseen`).
 
 Tensors are named up to renaming, so that two runs of one program agree. An argument of the call has its number; a
@@ -43,6 +44,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch.utils import _python_dispatch as dispatch
 
+from stepgraph.backends.kernels import may_be_python, mode_that_looks_inside, python_kernel
 from stepgraph.errors import Location
 from stepgraph.frames import is_user
 from stepgraph.ran import Unnoted
@@ -138,6 +140,8 @@ class Operation(NamedTuple):
     number: int
     computes_nothing: bool
     is_torchs: bool
+    may_be_python: bool
+    """Whether its kernel may be a Python function: then the log looks inside."""
 
 
 class Vocabulary:
@@ -170,7 +174,8 @@ class Vocabulary:
         """What is known of an operation. Its own properties are slow: they take its name apart at each look."""
         found = self._operations.get(id(func))
         if found is None:
-            found = Operation(func, self.number(func), func.namespace in _UNSEEN, func.namespace == "aten")
+            about = (func.namespace in _UNSEEN, func.namespace == "aten", may_be_python(func))
+            found = Operation(func, self.number(func), *about)
             self._operations[id(func)] = found
         return found
 
@@ -268,6 +273,8 @@ class Log:
     serial: int = 0
     shared: Mapping[Hashable, Hashable] = field(default_factory=dict)
     """Arguments that share their memory with others, by the first of them."""
+    outside: tuple[weakref.ref[torch.Tensor], ...] = ()
+    """The tensors from before the call that have no name, each as it was seen first."""
 
     def __len__(self) -> int:
         return len(self.notes) // FIELDS
@@ -356,12 +363,14 @@ class OpLog(dispatch.TorchDispatchMode):
         self._sections = _Sections()
         self._hidden = 0
         """The number of blocks around the call whose operations are not noted."""
-        self._nameless = itertools.count()
+        self._outside: dict[int, weakref.ref[torch.Tensor]] = {}
+        """Tensors without a name from before the call, by the number of their memory."""
         self.effects = Effects()
 
     def finish(self) -> Log:
         """The notes so far."""
-        return Log(self._vocabulary, self._notes, tuple(self._sections.done), self._serial, self._shared)
+        outside = tuple(self._outside.values())
+        return Log(self._vocabulary, self._notes, tuple(self._sections.done), self._serial, self._shared, outside)
 
     def followed_by(self, roles: Roles | None = None) -> OpLog:
         """A log for what comes after this one, which can name its results: a backward of a forward."""
@@ -471,7 +480,7 @@ class OpLog(dispatch.TorchDispatchMode):
             else:
                 taken = _lifted(args[0]) if func is _LIFT or func is _LIFT_COPY else args
                 on_device = self._note(operation.number, taken, kwargs, line, known)
-        out = func(*args, **kwargs)
+        out = self._run(operation, args, kwargs)
         with _unseen(), Unnoted():
             if is_left_out:
                 self._bear(known, out, "left out")
@@ -485,6 +494,19 @@ class OpLog(dispatch.TorchDispatchMode):
                 del self._notes[begin:]
                 self._bear(known, out, "host")
         return out
+
+    def _run(self, operation: Operation, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Call an operator; of one that is written in Python note what it calls, too."""
+        if operation.may_be_python and not self._hidden:
+            kernel = python_kernel(operation.func, args, kwargs)
+            if kernel is not None:
+                below = mode_that_looks_inside()
+                if below is None:
+                    with self:
+                        return kernel(*args, **kwargs)
+                with below.entered_with(self):
+                    return operation.func(*args, **kwargs)
+        return operation.func(*args, **kwargs)
 
     @property
     def _scope(self) -> str:
@@ -535,15 +557,15 @@ class OpLog(dispatch.TorchDispatchMode):
         device, offset = tensor.device, int(tensor.storage_offset())
         if isinstance(self._given, _Found) and not self._is_named(storage, offset):
             self._given.add(next(self._given.numbers), tensor)
-        which, begin = self._which(storage, offset)
+        which, begin = self._which(storage, offset, tensor)
         if self._device is not None and which[0] != "made" and not tensor.shape and device.type == "cpu":
             form = (tensor.shape, tensor.dtype, device, torch.strided)
             return (("number", _plain(_value(tensor))), form)  # the kernel is given its value
         form = (tensor.shape, tensor.dtype, device, torch.strided)
         return (which, form, (offset - begin, tensor.stride(), tensor.is_conj(), tensor.is_neg()))
 
-    def _which(self, storage: torch.UntypedStorage, offset: int) -> tuple[tuple[Any, ...], int]:
-        """The name of memory, and where the tensor of that name begins."""
+    def _which(self, storage: torch.UntypedStorage, offset: int, tensor: torch.Tensor) -> tuple[tuple[Any, ...], int]:
+        """The name of a tensor's memory, and where the tensor of that name begins."""
         made = self._births.name(storage)
         if made is not None:
             return made, 0
@@ -556,7 +578,9 @@ class OpLog(dispatch.TorchDispatchMode):
         role = self._roles.find(storage, offset)
         if role is not None:
             return ("role", role[0]), role[1]
-        number = self._vocabulary.memory(storage, self._serial, lambda: next(self._nameless))
+        number = self._vocabulary.memory(storage, self._serial, lambda: len(self._outside))
+        if number not in self._outside:
+            self._outside[number] = weakref.ref(tensor)
         return ("outside", number), 0
 
     def _is_named(self, storage: torch.UntypedStorage, offset: int) -> bool:
@@ -568,7 +592,9 @@ class OpLog(dispatch.TorchDispatchMode):
     def _role(self, tensor: torch.Tensor) -> Hashable | None:
         """The name of a tensor that was there before the call and is no argument of it."""
         storage = storage_of(tensor)
-        which, _ = (("without memory",), 0) if storage is None else self._which(storage, int(tensor.storage_offset()))
+        if storage is None:
+            return None
+        which, _ = self._which(storage, int(tensor.storage_offset()), tensor)
         return which[1] if which[0] == "role" else None
 
     def _line(self, *, is_collective: bool = True) -> tuple[int, bool]:

@@ -16,6 +16,7 @@ import torch
 
 from stepgraph.guards.hooks import ParameterHooksGuard
 from stepgraph.guards.model import ModelGuard
+from stepgraph.guards.outside_memory import OutsideMemory
 from stepgraph.guards.protocol import Change, FastCheck, GuardSet, Remedy, told
 from stepgraph.guards.random_names import NamesGuard
 from stepgraph.oplog import Difference
@@ -51,13 +52,14 @@ class SiteGuard:
         values: Watch,
         inside: Sequence[torch.Tensor],
         names: Sequence[NamesGuard],
+        outside: OutsideMemory,
         spell: Callable[[Any], str],
         before: SiteGuard | None = None,
     ) -> None:
         """`inside` are the parameters whose gradients the graphs accumulate. `before` guarded earlier graphs."""
         self._values, self._model = values, model
         self._gradients = ParameterHooksGuard(inside, spell)
-        self._guards = GuardSet((model, self._gradients, values, *names))
+        self._guards = GuardSet((model, self._gradients, values, outside, *names))
         self._restless: Restless = Restless() if before is None else before._restless
         self._fast, self._checks, self._agreed = FastCheck(), 0, 0
         self._asked: Predicates = Predicates() if before is None else before._asked

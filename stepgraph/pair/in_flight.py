@@ -166,7 +166,8 @@ class InFlightCall:
     def _recorded(self, grads: Grads) -> BackwardGraph | None:
         """The backward for these gradients, ready to be replayed; None if all gradients are None."""
         backwards = self.runner.backwards
-        layouts = [None if grad is None else (grad.shape, grad.stride(), grad.dtype) for grad in grads]
+        metas = [None if grad is None else ArgMetadata(grad) for grad in grads]
+        layouts = [None if meta is None else meta.layout for meta in metas]
         if not any(layouts):
             return None
         around = (*autocast_now(), backwards.random.active)
@@ -178,7 +179,6 @@ class InFlightCall:
                 backwards.are_copied = True
             elif recorded.accumulated.attach():
                 return recorded
-        metas = [None if grad is None else ArgMetadata(grad) for grad in grads]
         if backwards.record is None:
             raise _out_of_order(metas, is_known=recorded is not None, is_split=backwards.delayed is not None)
         recorded = backwards.record(self.runner, metas)

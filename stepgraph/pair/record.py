@@ -188,7 +188,9 @@ class PairCapture:
         forward = ForwardGraph(recording, boundary, result, mutated, call.training, names.if_needed())
         backwards = Backwards(self._backward_now, self.random, self.session, self.grads.other_uses)
         edges = self._edges(call, result, tensors)
-        return Runner(forward, edges, lane, self._shared.in_flight_of(self.module), backwards)
+        if edges.inside:
+            self._shared.in_flight.begin()
+        return Runner(forward, edges, lane, self._shared.in_flight.of(self.module), backwards)
 
     def note_returned(self, made: Any, arguments: Sequence[Any]) -> None:
         """Remember the parameters and other leaves that an eager call on proxies has returned themselves."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -64,6 +64,10 @@ _TRANSITIONS: Mapping[RunnerState, _Next] = {
 class Awaited(Protocol):
     """A call whose backward may still come."""
 
+    runner: Runner
+    node: weakref.ref[Any] | None
+    """Its node in autograd's graph."""
+
     def will_run(self) -> bool:
         """True if the running backward will still reach this call."""
 
@@ -87,10 +91,12 @@ class InFlightSet:
     def __len__(self) -> int:
         return len(self._uses)
 
+    def __iter__(self) -> Iterator[Awaited]:
+        return iter([found for known in list(self._uses.values()) if (found := known()) is not None])
+
     def has_more_to_come(self, use: Awaited | None = None) -> bool:
         """True if the running backward will reach a call other than `use`."""
-        others = [found for known in list(self._uses.values()) if (found := known()) is not None and found is not use]
-        return any(other.will_run() for other in others)
+        return any(other.will_run() for other in self if other is not use)
 
 
 class DelayedWeights(Protocol):
@@ -319,7 +325,7 @@ class Backwards(dict[tuple[Any, ...], BackwardGraph]):
         tensors = [grad for grad in grads if grad is not None]
         if len(tensors) == len(grads) and around[:2] == (False, False):  # a look tells autocast, not its dtype
             if backward.geometry is None:
-                backward.geometry = geometry_check(tensors)
+                backward.geometry = geometry_check(tensors, tensors[0].device.type)
             self.usual, backward.fork = backward, self.random.active
 
 

@@ -15,8 +15,8 @@ from stepgraph.guards.registration import RegistrationEvents
 from stepgraph.observe.finder import devices
 from stepgraph.pair.kind import CallKind, equality
 from stepgraph.pair.lanes import PoolLanes
+from stepgraph.pair.partial import CallsInFlight
 from stepgraph.pair.proof import AuditTurns, PairLogs
-from stepgraph.pair.runner import InFlightSet
 from stepgraph.pair.waiting import WaitingCalls
 from stepgraph.session.backend_choice import backend_of
 from stepgraph.session.report import backend_name
@@ -44,7 +44,7 @@ class PairSession:
         self.ambient = AmbientReader()
         self.grads = ParamGrads()
         self.logs = PairLogs()
-        self._in_flight: dict[int, InFlightSet] = {}
+        self.in_flight = CallsInFlight()
         self.returned = WeakTensorKeyDictionary()
         """Parameters and other leaves that calls have returned themselves."""
         self.waiting = WaitingCalls()
@@ -54,10 +54,6 @@ class PairSession:
         self._warming = 0
         self.is_closed = False
         _LIVE.add(self)
-
-    def in_flight_of(self, module: torch.nn.Module) -> InFlightSet:
-        """The calls in flight that may add to the gradients of a module's parameters, of any of its methods."""
-        return self._in_flight.setdefault(id(module), InFlightSet())
 
     def backend_for(self, *values: Any) -> Backend:
         """The backend, chosen by the device of the first call's modules and tensors."""
@@ -112,6 +108,7 @@ class PairSession:
             self._delete_graphs()
             self.returned = WeakTensorKeyDictionary()
             self.grads.other_uses.forget()
+        self.in_flight.end()
 
     def close(self) -> None:
         """Free all graphs; calls run eagerly from now on."""

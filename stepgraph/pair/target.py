@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from stepgraph.errors import StateChanged
+from stepgraph.errors import CaptureError, StateChanged
 from stepgraph.frames import warn_user
 from stepgraph.guards.hooks import refuse_hooks, with_hooks
 from stepgraph.guards.model import ModelGuard
+from stepgraph.guards.outside_memory import OutsideMemory
 from stepgraph.observe.sharding import refuse_sharded
 from stepgraph.oplog import Difference
 from stepgraph.pair.guard import Finding, SiteGuard
@@ -27,7 +28,7 @@ from stepgraph.pair.shared import PairSession
 from stepgraph.rng.tracker import CudaRNGStatesTracker
 from stepgraph.session.failure import capture_error
 from stepgraph.session.options import PairOptions
-from stepgraph.signature import argument_names
+from stepgraph.signature import argument_names, saved_tensor_hooks
 from stepgraph.signature.ambient import changed_flags
 from stepgraph.values.watch import Watch
 
@@ -143,10 +144,12 @@ class PairTarget:
         refuse_sharded(self.name, self._modules, "module")
 
     def check_capturable(self, ambient: tuple[Hashable, ...]) -> None:
-        """Raise for FSDP and for hooks on modules inside, which replays would not run, and for flags that changed."""
+        """Raise for FSDP, for hooks on modules inside and for saved tensors, which replays would not run, and for other flags."""
         self.refuse_sharded()
         names = {id(module): name for name, module in self.named_modules().items()}
         refuse_hooks(self.name, self._called_inside(), self.options.safe_hooks, lambda m: names[id(m)])
+        if (hooks := saved_tensor_hooks(ambient)) is not None:
+            raise CaptureError(f"{self.name}: {hooks.partition('   ')[0]}", rule="saved-tensor-hooks")
         different = changed_flags(ambient)
         if different:
             raise RuntimeError(f"flags of the process have changed since the call: {', '.join(different)}")
@@ -178,7 +181,9 @@ class PairTarget:
         )
         values = Watch(with_hooks(self.original, self._called_inside()), self.options.ignore, modules, ran=kind.ran)
         kind.guard = SiteGuard(
-            model, values, pair.inside(), runner.forward.names, lambda p: names[id(p)], before=kind.guard
+            *(model, values, pair.inside(), runner.forward.names, OutsideMemory(runner.forward.log, values.tensors)),
+            lambda p: names[id(p)],
+            before=kind.guard,
         )
 
     def look(self, guard: SiteGuard, differs: Callable[[], Difference | None], *, audited: bool) -> Finding | None:

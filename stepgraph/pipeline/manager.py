@@ -122,7 +122,8 @@ class StageManager:
         leaves, structure = self._flatten(args, kwargs)
         if mode is Mode.RECORD:
             return self._record(microbatch, leaves, structure)
-        key = (structure, leaf_keys(leaves), self.target.shared.ambient.read())
+        keys = leaf_keys(leaves, on=self.target.shared.session.backend.device.type)
+        key = (structure, keys, self.target.shared.ambient.read())
         known = self.calls[microbatch]
         if key != known.key:
             raise self._unlike(known.kind.signature, Signature(*key, arguments=self.target.arguments), microbatch)
@@ -178,7 +179,7 @@ class StageManager:
         if target.random is None:
             target.random = tracker_for(shared.backend_for(target.module, *leaves))
         try:
-            keys = leaf_keys(leaves)
+            keys = leaf_keys(leaves, on=shared.session.backend.device.type)
             refuse_arguments(leaves, [f"argument {index}" for index in range(len(leaves))])
             refuse_elsewhere(target.module, leaves, shared.session.backend)
         except InvalidArgument as error:

@@ -40,7 +40,7 @@ from stepgraph.session.options import Audit, Hook, PairOnError, PairOptions, rea
 from stepgraph.session.proof import NotWarm
 from stepgraph.session.report import outline
 from stepgraph.session.session import Session
-from stepgraph.signature import reason_for_eager
+from stepgraph.signature import reason_for_eager, saved_tensor_hooks
 from stepgraph.tracebacks import trim
 
 
@@ -169,7 +169,8 @@ class GraphedStages:
             return Mode.EAGER, "evaluation"
         if self._shared.session.has_backend and self._shared.session.backend.is_capturing():
             return Mode.EAGER, "a part of a larger capture"
-        if (reason := reason_for_eager(self._shared.ambient.read())) is not None:
+        ambient = self._shared.ambient.read()
+        if (reason := reason_for_eager(ambient) or saved_tensor_hooks(ambient)) is not None:
             return Mode.EAGER, reason
         if has_global_hooks() and (hook := global_hook(self._options.safe_hooks)) is not None:
             return Mode.EAGER, f"a hook on all modules, `{hook}`, would not run   [module-hook]"

@@ -9,6 +9,7 @@ from stepgraph.signature.ambient import (
     ambient_key,
     compiler_guards,
     reason_for_eager,
+    saved_tensor_hooks,
 )
 from stepgraph.signature.differences import Difference, find_differences
 from stepgraph.signature.key import (
@@ -46,5 +47,6 @@ __all__ = [
     "refuse_gradient",
     "refuse_opaque",
     "refuse_tensor_classes",
+    "saved_tensor_hooks",
     "tensor_key",
 ]

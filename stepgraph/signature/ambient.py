@@ -2,7 +2,9 @@
 
 A graph has baked in what they were at its capture, so they are read at every call, in little more than a microsecond.
 A C++ guard of torch's compiler compares many of them at once; the others are polled. Modes around a call count as well:
-they see, and may change, all that eager code does, and a replay shows them nothing. Not read are
+they see, and may change, all that eager code does, and a replay shows them nothing. So do hooks for the tensors that
+autograd saves, which may compress them; those of torch's own checkpoint and of `save_on_cpu` give back what they were
+given, and count for whole steps only. Not read are
 `torch.backends.cuda.preferred_blas_library` and the like for linear algebra: they are slow to read, and set once.
 
 A recording that is made later than its call runs under the call's grad mode, inference mode and autocast again
@@ -17,6 +19,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch._C import (
     _get_cudnn_benchmark,
     _get_cudnn_deterministic,
@@ -92,7 +95,7 @@ AMBIENT_NAMES = (
 )
 _RESTORED = ("grad mode", "inference mode", "autocast on cuda", "autocast on cpu", "autocast cache")
 """The flags that `as_called` sets for a recording."""
-_ANOMALY = AMBIENT_NAMES.index("anomaly mode")
+_ANOMALY, _HOOKS = AMBIENT_NAMES.index("anomaly mode"), AMBIENT_NAMES.index("saved-tensor hooks")
 _NOWHERE = functools.partial(tuple)  # the getter of a flag that this torch does not have
 _matmul_precision, _conv_precision = _precision("cuda", "matmul"), _precision("cuda", "conv")
 _fp16_accumulation = getattr(torch._C, "_get_cublas_allow_fp16_accumulation", _NOWHERE)
@@ -144,11 +147,17 @@ def reason_for_eager(ambient: tuple[Hashable, ...]) -> str | None:
     return "anomaly mode" if ambient[_ANOMALY] else None
 
 
+def saved_tensor_hooks(ambient: tuple[Hashable, ...]) -> str | None:
+    """Why a call of a graphed part under these flags is eager: hooks see, and may change, what autograd saves."""
+    found: Any = ambient[_HOOKS]
+    return None if found is None else f"saved-tensor hooks, `{found[0]}`, are around the call   [saved-tensor-hooks]"
+
+
 class AmbientReader:
     """Reads the flags again and again, with a guard of torch's compiler that compares many of them in one call.
 
-    `observers`: dispatch modes and saved-tensor hooks, which only look on, count as well. They do for a step. Around a
-    graphed module they are common, where activations are checkpointed.
+    `observers`: dispatch modes, and saved-tensor hooks of torch's own, which only look on, count as well. They do for a
+    step. Around a graphed module they are common, where activations are checkpointed.
     """
 
     def __init__(self, *, observers: bool = False) -> None:
@@ -161,8 +170,10 @@ class AmbientReader:
         """`ambient_key()`, in half the time where nothing changed; the same object as long as nothing does."""
         rest = _polled()
         known = self._guard is not None and rest == self._rest and self._guard.check()
-        if known and not (self._observers and (_len_torch_dispatch_stack() or _saved_tensor_hooks(True))):
-            return self._key
+        if known and not (self._observers and _len_torch_dispatch_stack()):
+            hooks = _saved_tensor_hooks(True)
+            if hooks is None or not (self._observers or _may_change(hooks)):
+                return self._key
         key = ambient_key(observers=self._observers)
         if key != self._key:
             self._key = key
@@ -185,8 +196,16 @@ def ambient_key(*, observers: bool = False) -> tuple[Hashable, ...]:
         *(*flags, _default_dtype("cuda", on_cuda), _default_dtype("cpu", on_cpu)),
         _modes(_get_current_function_mode_stack()) if has_modes else None,
         _modes(_get_current_dispatch_mode_stack()) if observers else None,
-        _modes(_saved_tensor_hooks(True) or ()) if observers else None,
+        _modes(hooks) if (hooks := _saved_tensor_hooks(True)) and (observers or _may_change(hooks)) else None,
     )
+
+
+def _may_change(hooks: Sequence[Any]) -> bool:
+    """Whether saved-tensor hooks may give back another tensor than they were given. Of a stack the innermost count."""
+    code = getattr(hooks[0], "__code__", None)
+    file, name = getattr(code, "co_filename", ""), getattr(hooks[0], "__qualname__", "")
+    is_offload = file == torch.autograd.graph.__file__ and name.startswith("save_on_cpu.")
+    return not (is_offload or file == torch.utils.checkpoint.__file__)
 
 
 def changed_flags(ambient: Sequence[Hashable]) -> list[str]:
@@ -232,7 +251,7 @@ def under_autocast(*dtypes: Any, cache: bool = False) -> Iterator[None]:
 def without_saved_tensor_hooks() -> Iterator[None]:
     """Outside any hooks for tensors that autograd saves: activations of a graph stay where they are.
 
-    Such hooks are set where a caller checkpoints a graphed module from outside.
+    Such hooks are set where a caller checkpoints a graphed module from outside. Under any others it runs eagerly.
     """
     calls = torch._C._autograd
     taken: list[Any] = []

@@ -8,7 +8,7 @@ from typing import Any
 
 from stepgraph.signature.ambient import AMBIENT_NAMES
 from stepgraph.signature.attributes import attributes_in
-from stepgraph.signature.key import Signature, describe_leaf
+from stepgraph.signature.key import Signature, alignment_in, describe_leaf
 from stepgraph.tree import Structure, argument_name, step_into
 
 
@@ -53,6 +53,8 @@ def _what_changed(one: Any, two: Any) -> str:
         changed = [name for name, a, b in zip(names, one, two, strict=False) if a != b]
         if attributes_in(one) != attributes_in(two):
             changed.append("attributes")
+        elif alignment_in(one) != alignment_in(two):
+            changed.append("alignment")
         elif one[8:] != two[8:] and not changed:
             changed.append("parameter" if one[8:9] == ("itself",) else "sharing with another argument")
         if "shape" in changed and "strides" in changed:

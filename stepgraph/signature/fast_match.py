@@ -16,21 +16,30 @@ import torch
 
 from stepgraph.signature.ambient import compiler_guards
 from stepgraph.signature.key import gradient_mark
-from stepgraph.signature.memory import sharing
+from stepgraph.signature.memory import alignment_of, sharing
 
 _TensorGuards: Any = getattr(compiler_guards, "TensorGuards", None)
 _PLAIN = frozenset({type(None), bool, int, str})
 _attributes = operator.attrgetter("__dict__")
 
 
-def geometry_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
-    """A function that compares as many other tensors by class, dtype, device, shape and strides.
+def geometry_check(tensors: Sequence[torch.Tensor], on: str) -> Callable[..., bool] | None:
+    """A function that compares as many other tensors by class, dtype, device, shape, strides, and alignment.
 
-    None where torch has no such guard. It also returns False where autocast was switched on or off for their device,
-    and where one tensor is given twice.
+    `on`: the kind of device whose tensors have an alignment. None where torch has no such guard. It also returns False
+    where autocast was switched on or off for their device, and where one tensor is given twice.
     """
     if _TensorGuards is None:
         return None
+    check, aligned = _guard(tensors), _alignments(tensors, on)
+
+    def fits(*others: torch.Tensor) -> bool:
+        return check(*others) and all(others[index].data_ptr() % modulus == rest for index, modulus, rest in aligned)
+
+    return fits if aligned else check
+
+
+def _guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     check: Callable[..., bool] = _TensorGuards(
         *tensors,
         dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
@@ -39,13 +48,22 @@ def geometry_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | Non
     return check
 
 
+def _alignments(tensors: Sequence[torch.Tensor], on: str) -> list[tuple[int, int, int]]:
+    """Index, modulus and rest of those tensors whose address counts."""
+    found = ((index, alignment_of(tensor, on)) for index, tensor in enumerate(tensors))
+    return [(index, *alignment) for index, alignment in found if alignment is not None]
+
+
 class FastMatch:
     """The form of one call whose arguments are plain tensors and plain values."""
 
-    __slots__ = ("_check", "_is_all_tensors", "_names", "_num_args", "_others", "_tensors", "_with_grad", "_written")
+    __slots__ = (
+        *("_aligned", "_check", "_is_all_tensors", "_names", "_num_args", "_others", "_tensors", "_with_grad"),
+        "_written",
+    )
 
     def __init__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, tell_computed: bool, written: Collection[int]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], on: str, *, tell_computed: bool, written: Collection[int]
     ) -> None:
         leaves = [*args, *kwargs.values()]
         self._num_args, self._names = len(args), tuple(kwargs)
@@ -55,24 +73,23 @@ class FastMatch:
         tensors = [leaves[i] for i in self._tensors]
         self._with_grad = [(i, gradient_mark(t)) for i, t in enumerate(tensors) if t.requires_grad and tell_computed]
         self._written = written
-        check = geometry_check(tensors)
-        assert check is not None
-        self._check = check
+        self._check, self._aligned = _guard(tensors), _alignments(tensors, on)
 
     @classmethod
     def of(
         cls,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        on: str,
         *,
         tell_computed: bool = True,
         written: Collection[int] = frozenset(),
     ) -> FastMatch | None:
         """The form of a call, or None where no later call could be compared with it.
 
-        `tell_computed`: a tensor that needs a gradient is compared by whether it was computed, and by its `.grad`.
-        `written`: the leaves that are written to, a collection that may grow; a call in which another leaf shares their
-        memory does not match.
+        `on`: the kind of device whose tensors have an alignment. `tell_computed`: a tensor that needs a gradient is
+        compared by whether it was computed, and by its `.grad`. `written`: the leaves that are written to, a collection
+        that may grow; a call in which another leaf shares their memory does not match.
         """
         leaves = [*args, *kwargs.values()]
         tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor]
@@ -84,7 +101,7 @@ class FastMatch:
             return None
         if not torch.is_grad_enabled():  # the guard would not tell whether a tensor needs a gradient
             return None
-        return cls(args, kwargs, tell_computed=tell_computed, written=written)
+        return cls(args, kwargs, on, tell_computed=tell_computed, written=written)
 
     def leaves_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """The leaves of a call that matches, or None."""
@@ -100,6 +117,9 @@ class FastMatch:
             tensors = [leaves[index] for index in self._tensors]
         if not self._check(*tensors) or any(map(_attributes, tensors)):
             return None
+        for index, modulus, rest in self._aligned:
+            if tensors[index].data_ptr() % modulus != rest:
+                return None
         for index, mark in self._with_grad:
             if gradient_mark(tensors[index]) != mark:
                 return None

@@ -22,6 +22,7 @@ import torch
 from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.signature.ambient import AMBIENT_NAMES
 from stepgraph.signature.attributes import NONE, Attributes, attributes_in, attributes_on, refuse_unlike_buffers
+from stepgraph.signature.memory import Alignment, alignment_of
 from stepgraph.tree import Structure, argument_name, hidden_tensor, paths
 
 
@@ -143,13 +144,14 @@ def leaf_key(leaf: Any) -> Hashable:
     return (type(leaf), "object", id(leaf))
 
 
-def leaf_keys(leaves: Sequence[Any], *, gradients: bool = False) -> tuple[Hashable, ...]:
+def leaf_keys(leaves: Sequence[Any], *, gradients: bool = False, on: str | None = None) -> tuple[Hashable, ...]:
     """The keys of a call's leaves. A tensor that is passed twice is one tensor, and that is part of its key.
 
-    `gradients`: so is the `.grad` or hooks that a backward would find on a tensor that is copied in.
+    `gradients`: so is the `.grad` or hooks that a backward would find on a tensor that is copied in. `on`: the kind of
+    device whose tensors have an alignment, which is part of the key where it is not the usual one.
     """
     if len(leaves) == 1 and type(leaves[0]) is torch.Tensor and not (gradients and leaves[0].requires_grad):
-        return (tensor_key(leaves[0]),)
+        return _with_alignments([tensor_key(leaves[0])], leaves, on)
     keys: list[Any] = list(map(leaf_key, leaves))
     if gradients:
         for index, key in enumerate(keys):
@@ -161,7 +163,23 @@ def leaf_keys(leaves: Sequence[Any], *, gradients: bool = False) -> tuple[Hashab
             if isinstance(leaf, torch.Tensor) and first.setdefault(id(leaf), index) != index:
                 own = () if attributes_in(keys[index]) is NONE else (keys[index][8],)
                 keys[index] = (*keys[index][:8], *own, first[id(leaf)])
+    return _with_alignments(keys, leaves, on)
+
+
+def _with_alignments(keys: list[Any], leaves: Sequence[Any], on: str | None) -> tuple[Hashable, ...]:
+    if on is None:
+        return tuple(keys)
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
+            alignment = alignment_of(leaf, on)
+            if alignment is not None and alignment.rest:
+                keys[index] = (*keys[index], alignment)
     return tuple(keys)
+
+
+def alignment_in(key: Any) -> Alignment | None:
+    """The alignment of the tensor that a leaf's key is of, where it is not the usual one."""
+    return next((part for part in key if isinstance(part, Alignment)), None)
 
 
 def gradient_mark(tensor: torch.Tensor) -> str:
@@ -252,7 +270,7 @@ def _is_numpy(leaf: Any) -> bool:
 def describe_leaf(key: Any) -> str:
     """A leaf's key in words: `f32[4, 16] cpu`, `'mean'`, `<Linear object>`."""
     if len(key) > 3:
-        kind, shape, _, dtype, device, requires_grad, conj, neg, *same = key
+        kind, shape, _, dtype, device, requires_grad, conj, neg, *same = (p for p in key if type(p) is not Alignment)
         name = _SHORT.get(dtype, str(dtype).removeprefix("torch."))
         notes = "" if kind is torch.Tensor else f" {kind.__name__}"
         notes += f" requires_grad ({requires_grad})" if requires_grad else ""
@@ -263,6 +281,7 @@ def describe_leaf(key: Any) -> str:
             notes += f" (in the memory of leaf {same[1]})"
         elif same and same[0] != "itself":
             notes += f" (the same tensor as leaf {same[0]})"
+        notes += f" ({alignment})" if (alignment := alignment_in(key)) is not None else ""
         return f"{name}{list(shape)} {device}{notes}"
     if len(key) == 3:
         return f"<{key[0].__name__} object>"

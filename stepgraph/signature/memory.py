@@ -7,7 +7,7 @@ torch counts the writes to a tensor (`_version`), but not those through `.data`,
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +26,41 @@ def memory_of(tensor: Any) -> int | None:
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether a strided tensor's storage holds all of it: one that was resized to less frees memory under tensors."""
     return tensor.numel() == 0 or _reach(tensor)[1] <= tensor.untyped_storage().nbytes()
+
+
+class Alignment(NamedTuple):
+    """Where a tensor begins, past the last multiple of some power of two."""
+
+    modulus: int
+    rest: int
+
+    def __str__(self) -> str:
+        return f"{self.rest} bytes past a multiple of {self.modulus}"
+
+
+def alignment_of(tensor: torch.Tensor, device: str) -> Alignment | None:
+    """What kernels on a device see of a tensor's address. It decides which elements they add up together.
+
+    None where it does not matter: for integers, which are exact in any order, for single numbers, and for a tensor on
+    another device, which is moved first. Kernels of the CPU begin at the next multiple of a vector or of a line of the
+    cache. Those of CUDA begin at one of 16 bytes, and are chosen by the power of two that divides the address, up to
+    256.
+    """
+    if tensor.device.type != device or not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() < 2:
+        return None
+    if tensor.layout is not torch.strided or tensor.is_nested or memory_of(tensor) is None:
+        return None
+    address = tensor.data_ptr()
+    if device == "cpu":
+        return Alignment(_LINE, address % _LINE)
+    rest = address % _LARGEST
+    if rest % _VECTOR:
+        return Alignment(_VECTOR, rest % _VECTOR)
+    power = rest & -rest
+    return Alignment(2 * power, power) if power else Alignment(_LARGEST, 0)
+
+
+_LINE, _VECTOR, _LARGEST = 64, 16, 256
 
 
 def version_of(tensor: torch.Tensor) -> int:

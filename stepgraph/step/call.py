@@ -23,11 +23,13 @@ from stepgraph.buffers.outputs import StaticOutputs
 from stepgraph.grads.step_grads import Attachment, can_carry_in, carry_in, carry_out
 from stepgraph.guards.gradients import GradientGuard
 from stepgraph.guards.layout import GradientLayoutGuard
+from stepgraph.guards.outside_memory import OutsideMemory
 from stepgraph.guards.protocol import Change, FastCheck, Guard, GuardSet
 from stepgraph.guards.random_names import NamesGuard
 from stepgraph.native.row import GuardRow
 from stepgraph.observe.ddp import Replicas
 from stepgraph.observe.nonfinite import Flags
+from stepgraph.oplog import Log
 from stepgraph.session.proof import CallProof
 from stepgraph.signature import Signature
 from stepgraph.step.arguments import StepArguments
@@ -68,9 +70,10 @@ class Guards:
     """Host values that the step reads."""
     others: tuple[Guard, ...]
     """State and numbers of optimizers inside the graph, recorded GradScalers, named random states."""
+    outside: OutsideMemory
 
     def as_set(self) -> GuardSet:
-        return GuardSet((*self.model, self.values, *self.others))
+        return GuardSet((*self.model, self.values, *self.others, self.outside))
 
 
 class _Modes:
@@ -250,8 +253,9 @@ class CapturedCall:
         """The names of all values that the step can reach."""
         return self._guards.values.labels
 
-    def watch(self, values: Watch) -> None:
-        self._guards = replace(self._guards, values=values)
+    def watch(self, values: Watch, log: Log) -> None:
+        """Expect these values from now on, and the tensors of a new recording."""
+        self._guards = replace(self._guards, values=values, outside=OutsideMemory(log, values.tensors))
         self.guards = self._guards.as_set()
         self._fast.drop()
 

@@ -19,6 +19,7 @@ from stepgraph.grads.step_grads import GradCapture, still_in_use
 from stepgraph.guards.hooks import refuse_hooks
 from stepgraph.guards.model import ModelGuard
 from stepgraph.guards.optimizer import NumbersGuard, ParametersGuard, ScalerGuard, StateGuard
+from stepgraph.guards.outside_memory import OutsideMemory
 from stepgraph.guards.protocol import Change, GuardSet, told
 from stepgraph.guards.random_names import NamesGuard
 from stepgraph.guards.registration import RegistrationEvents
@@ -458,15 +459,17 @@ class StepCapture:
             site.learnt.scaled |= made.scalers.stepped
             inside = [o for o in inside if id(o) not in site.learnt.scaled]
         scalers = [] if site.learnt.cut_scalers else recorded.scalers
+        watch = self._watch(site, recorded.outside, made.read.found, answers)
         guards = Guards(
             (self._model_guard(site, steady=parameters), *map(ParametersGuard, site.touched.all_optimizers)),
-            self._watch(site, recorded.outside, made.read.found, answers),
+            watch,
             (
                 *(StateGuard(o) for o in (*inside, *made.read.states.values())),
                 *(ScalerGuard(s) for s in scalers),
                 *recorded.random.if_needed(),
                 *(NumbersGuard(o) for o in inside),
             ),
+            OutsideMemory(made.log, watch.tensors),
         )
         counting = (recorded.counters, recorded.replicas)
         replay = Replay(
@@ -500,7 +503,7 @@ class StepCapture:
         if trace is not None:
             call.answers.agree(trace.decisions(), call.noted)
         self.restless.add(undecided(changes, trace), call.replays - call.proof.agreed)
-        call.watch(self._watch(site, recorded.outside, recorded.made.read.found, call.answers))
+        call.watch(self._watch(site, recorded.outside, recorded.made.read.found, call.answers), recorded.made.log)
         call.proof.agreed, call.proof.due = call.replays, next_audit(self._options.audit, call.replays)
 
     def _watch(

@@ -8,7 +8,7 @@ a recording teaches the engine about the step is forgotten, since it was not the
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +99,10 @@ class Rehearsal:
 
     def has_other_graph(self, leaves: Sequence[Any]) -> bool:
         """Check whether a call with these leaves instead is served by a graph of its own."""
-        return leaf_keys(leaves, gradients=True) != leaf_keys(self._given.leaves, gradients=True)
+        return self._keys(leaves) != self._keys(self._given.leaves)
+
+    def _keys(self, leaves: Sequence[Any]) -> tuple[Hashable, ...]:
+        return leaf_keys(leaves, gradients=True, on=self.backend.device.type)
 
     def record(self, leaves: Sequence[Any] | None = None) -> Rehearsed:
         """Record the call, or one with other leaves, and drop the recording. Raises what the step raises.
@@ -109,7 +112,7 @@ class Rehearsal:
         site, given = self._site, self._given
         if leaves is not None:
             site, given = (
-                site.sibling(site.sign_as(leaf_keys(leaves, gradients=True)), 0),
+                site.sibling(site.sign_as(self._keys(leaves)), 0),
                 CallArgs(leaves, given.structure, None),
             )
         learnt, results = copy.deepcopy(site.learnt), dict(site.eager.results)

@@ -217,11 +217,19 @@ class Site:
         return other
 
     def last_call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], ambient: tuple[Hashable, ...], structure: Structure
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        ambient: tuple[Hashable, ...],
+        structure: Structure,
+        on: str,
     ) -> LastCall | None:
-        """Describe a call of this site for a fast match, or return None if there is no fast way to compare."""
+        """Describe a call of this site for a fast match, or return None if there is no fast way to compare.
+
+        `on`: the kind of device that the step runs on.
+        """
         if self._fast_match is None:
-            self._fast_match = FastMatch.of(args, kwargs, written=self.learnt.written)
+            self._fast_match = FastMatch.of(args, kwargs, on, written=self.learnt.written)
         return None if self._fast_match is None else LastCall(self._fast_match, ambient, structure, self)
 
     def keys_apart(self, keys: tuple[Hashable, ...], leaves: Sequence[Any]) -> tuple[Hashable, ...] | None:

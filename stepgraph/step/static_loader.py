@@ -187,7 +187,7 @@ class StaticBufferLoader:
 
     def _fill(self, place: str, microbatch: Any, made: dict[Hashable, _Slot]) -> _Slot:
         leaves, structure = flatten(microbatch)
-        key = (place, structure, leaf_keys(leaves))
+        key = (place, structure, leaf_keys(leaves, on=self._backend.device.type))
         slot = self._slots.get(key)
         # new memory, and tensors already on the device, may depend on work queued on the caller's stream
         wait = slot is None or not self._all_use_is_marked

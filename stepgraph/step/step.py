@@ -243,7 +243,7 @@ class CapturedStep(Generic[P, R]):
             return self._call(given, leaves)
         if self._flags.pending:
             self._flags.check()
-        keys = leaf_keys(leaves, gradients=True)
+        keys = leaf_keys(leaves, gradients=True, on=self._session.backend.device.type)
         ambient = self._ambient.read()
         site = self._sites.get((structure, keys, ambient))
         if site is not None and site.learnt.written and (apart := site.keys_apart(keys, leaves)) is not None:
@@ -251,7 +251,8 @@ class CapturedStep(Generic[P, R]):
         if site is not None:
             call = site.find()
             if call is not None:
-                self._last = site.last_call(*given.own, ambient, structure) if given.own is not None else None
+                on = self._session.backend.device.type
+                self._last = site.last_call(*given.own, ambient, structure, on) if given.own is not None else None
                 return self._replay(site, call, given)
         return self._without_graph(site, given, keys, ambient)
 
@@ -511,7 +512,7 @@ class CapturedStep(Generic[P, R]):
     def _capture_ahead(self, site: Site, example: Example, structure: Structure) -> None:
         """Record a bucket that had no call yet. If that fails, the first call of the bucket reports why."""
         choice, leaves = example
-        keys = leaf_keys(leaves, gradients=True)
+        keys = leaf_keys(leaves, gradients=True, on=self._session.backend.device.type)
         place = (structure, keys, self._ambient.read())
         other = self._sites.get(place) or site.sibling(site.sign_as(keys), self._options.warmup)
         if other.find() is not None:
@@ -698,7 +699,7 @@ class CapturedStep(Generic[P, R]):
         leaves, structure = self._flatten(args, kwargs)
         if self._bucketing is not None:
             leaves = self._bucketing.pad(leaves, structure).leaves
-        keys, ambient = leaf_keys(leaves, gradients=True), self._ambient.read()
+        keys, ambient = leaf_keys(leaves, gradients=True, on=self._session.backend.device.type), self._ambient.read()
         site = self._sites.get((structure, keys, ambient))
         call = site.find() if site is not None and site.keys_apart(keys, leaves) is None else None
         if site is None or call is None or call.proof.shown is Shown.LATER or call.guards.changed():

@@ -159,6 +159,9 @@ class Walk:
         for path, module in modules.items():
             self._add(Label(path), module, True)
         self._run()
+        for kernel in self._running.kernels():
+            self._add(Label(""), kernel, True)
+        self._run()
         for scope, names in self._missed.values():
             self._visitor.miss(Label(str(scope.get("__name__"))), scope, names.__contains__)
 

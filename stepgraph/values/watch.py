@@ -139,6 +139,11 @@ class Watch:
         self.drop(())
 
     @property
+    def tensors(self) -> set[int]:
+        """The ids of all tensors found."""
+        return {id(place.where) for place in self._notes.places if place.read is parts.layout_at}
+
+    @property
     def labels(self) -> set[str]:
         """The names of all values found."""
         return self._notes.labels

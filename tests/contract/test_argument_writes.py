@@ -176,10 +176,10 @@ def test_arguments_that_keep_sharing_memory_are_refused(device: torch.device) ->
 def test_pieces_of_one_memory_that_do_not_overlap_are_replayed(device: torch.device) -> None:
     with stepgraph.capture(add_and_sum) as step:
         for _ in range(5):
-            step(torch.ones(4, device=device), torch.ones(4, device=device))
-        flat = torch.ones(8, device=device)
-        assert step(flat[:4], flat[4:]).item() == 12
-        assert flat.tolist() == [2.0] * 4 + [1.0] * 4
+            step(torch.ones(64, device=device), torch.ones(64, device=device))
+        flat = torch.ones(128, device=device)
+        assert step(flat[:64], flat[64:]).item() == 192
+        assert flat.tolist() == [2.0] * 64 + [1.0] * 64
         assert step.report().replays == 3
 
 

@@ -9,9 +9,10 @@ collective is answered with finite numbers of the right shapes, and with a Work 
 | writes outputs (`allgather_`, `reduce_scatter_`, `alltoall_`) | the inputs, repeated or cut to fit |
 | makes new tensors (`_c10d_functional`) | the same; shapes from the operator's meta kernel |
 
-A custom operator is noted as one, and its kernel runs while recording, in the dispatch mode `Silence`, where the
-collectives that the kernel calls are answered too. A replay waits for each collective before it goes on. Only messages
-in a row, as those of `batch_isend_irecv`, are started together: two ranks that each sent first would wait forever.
+A custom operator that is not written in Python is noted as one, and its kernel runs while recording, in the dispatch
+mode `Silence`, where the collectives that the kernel calls are answered too. A replay waits for each collective before
+it goes on. Only messages in a row, as those of `batch_isend_irecv`, are started together: two ranks that each sent
+first would wait forever.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from torch.utils import _python_dispatch as dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from stepgraph.backends.kernels import COLLECTIVES
 from stepgraph.backends.tape.memory import PoolPlace
 from stepgraph.backends.tape.op import Op, Ref, has_memory, leaves_of
 from stepgraph.catalogue import entry
@@ -32,7 +34,6 @@ from stepgraph.errors import CaptureRefused
 from stepgraph.frames import user_location
 from stepgraph.signature import OwnMode
 
-_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _GROUPS = ("process_group", "group_name")
 _MESSAGES = frozenset(("c10d::send", "c10d::recv_"))
@@ -43,7 +44,7 @@ _REFUSED = frozenset(("c10d::recv_any_source_",))
 
 def is_collective(func: torch._ops.OpOverload) -> bool:
     """Whether an operator is one of torch.distributed's; some only wait, or check."""
-    return func.namespace in _NAMESPACES
+    return func.namespace in COLLECTIVES
 
 
 def silent(func: torch._ops.OpOverload, refuse: Callable[[CaptureRefused], None]) -> Callable[..., Any]:

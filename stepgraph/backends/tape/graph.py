@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,17 @@ import torch
 from stepgraph.backends.base import Graph, RandomUse
 from stepgraph.backends.tape.collectives import Waiting, is_collective, join_messages, silent
 from stepgraph.backends.tape.memory import Footprint, GraphTrace, PoolPlace, TapePool, arena_for, bytes_of
-from stepgraph.backends.tape.op import Op, Ref, Surroundings, calls_operators, has_memory, leaves_of, mapped, run
+from stepgraph.backends.tape.op import (
+    Op,
+    PythonKernel,
+    Ref,
+    Surroundings,
+    calls_operators,
+    has_memory,
+    leaves_of,
+    mapped,
+    run,
+)
 from stepgraph.catalogue import entry
 from stepgraph.errors import CaptureRefused, StaleMemoryError
 from stepgraph.frames import user_location
@@ -230,8 +240,18 @@ class TapeGraph(Graph):
         """Note a host call that must happen at each replay."""
         self._ops.append(Op(action, (), {}, [], Surroundings(torch.is_grad_enabled(), None)))
 
-    def record(self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Execute one operator and note it."""
+    def record(
+        self,
+        func: torch._ops.OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        inside: PythonKernel | None = None,
+    ) -> Any:
+        """Execute one operator and note it.
+
+        `inside` is its kernel, if that is a Python function: what it calls is recorded, too, and stands for it if that
+        accounts for all that it makes and writes. Else it has bypassed the dispatcher, and is noted as one.
+        """
         kind = _kind_of(func)
         name = kind.name
         leaves = leaves_of((args, kwargs))
@@ -252,9 +272,14 @@ class TapeGraph(Graph):
             self._note_write(tensor)
         noted = [self._ref(leaf) if isinstance(leaf, torch.Tensor) and _has_numbers(leaf) else leaf for leaf in leaves]
         around = Surroundings.of(calls_operators=kind.calls_operators)
-        called = func if kind.is_torchs else silent(func, self.refuse)
+        called = inside or (func if kind.is_torchs else silent(func, self.refuse))
+        begin, outside = len(self._ops), set(self._outside)
         with self.moving_generators(kind.may_draw):
             out = around.call(called, args, kwargs)
+        if inside is not None:
+            if not inside.reads and self._accounts_for(begin, outside, written, out, known):
+                return out
+            del self._ops[begin:]
         self._note_resizing(name, written)
         for index, leaf in enumerate(leaves):  # an `out=` argument may have been resized
             if isinstance(leaf, torch.Tensor) and leaf.shape != noted[index].shape and not kind.changes_metadata:
@@ -269,6 +294,26 @@ class TapeGraph(Graph):
             noted_args, noted_kwargs = mapped(lambda _: next(addresses), (args, kwargs))
             self._ops.append(Op(runner, noted_args, noted_kwargs, results, around))
         return out
+
+    def _accounts_for(
+        self, begin: int, outside: Collection[int], written: Sequence[torch.Tensor], out: Any, known: Collection[int]
+    ) -> bool:
+        """Whether the operators noted since `begin` have made all these results, and have written to these tensors.
+
+        They must have used no other memory from outside than was known before: it may have been made on the way.
+        """
+        if self._outside.keys() - outside:
+            return False
+        changed: set[int] = set()
+        for op in self._ops[begin:]:
+            given = leaves_of((op.args, op.kwargs))
+            if isinstance(op.func, torch._ops.OpOverload):
+                given = _kind_of(op.func).given_to_write(op.args, op.kwargs)
+            changed.update(id(leaf.place) for leaf in given if type(leaf) is Ref)
+        if any(id(self._place(tensor)) not in changed for tensor in written):
+            return False
+        made = (leaf.untyped_storage()._cdata for leaf in leaves_of(out) if isinstance(leaf, torch.Tensor))
+        return all(storage in known or self._pool.find(storage) is not None for storage in made)
 
     def _check(self, name: str, tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> None:
         if any(t.layout is not torch.strided or t.is_nested for t in tensors):
@@ -401,10 +446,13 @@ class _Kind:
     """The arguments that it writes to: their positions, where they have one, and names."""
 
     def written_among(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        return [leaf for leaf in self.given_to_write(args, kwargs) if isinstance(leaf, torch.Tensor)]
+
+    def given_to_write(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The leaves of those arguments: tensors, or their addresses."""
         found = []
         for index, name in self.written:
-            value = args[index] if index is not None and index < len(args) else kwargs.get(name)
-            found += [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
+            found += leaves_of(args[index] if index is not None and index < len(args) else kwargs.get(name))
         return found
 
 

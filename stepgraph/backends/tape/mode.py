@@ -31,10 +31,11 @@ import torch
 from torch.utils import _python_dispatch as dispatch
 
 from stepgraph.backends.base import Backend, Graph, Workspace
+from stepgraph.backends.kernels import LooksInside, may_be_python, python_kernel
 from stepgraph.backends.resizing import refusing_resizes
 from stepgraph.backends.tape.graph import Head, TapeGraph
 from stepgraph.backends.tape.memory import TapePool
-from stepgraph.backends.tape.op import has_memory
+from stepgraph.backends.tape.op import PythonKernel, has_memory
 from stepgraph.backends.tape.refusals import HostReadGuard, OperatorGuard, is_lift, unseen_by_modules
 from stepgraph.backends.tape.rng import RandomCalls, recorded_rng_calls
 from stepgraph.backends.threads import compiled_code_runs_eagerly
@@ -46,7 +47,7 @@ from stepgraph.ran import Unnoted
 from stepgraph.signature import OwnMode
 
 
-class RecordingMode(dispatch.TorchDispatchMode, OwnMode):
+class RecordingMode(dispatch.TorchDispatchMode, OwnMode, LooksInside):
     """The dispatch mode that hands each operator to the graph being recorded."""
 
     supports_higher_order_operators = True
@@ -58,18 +59,39 @@ class RecordingMode(dispatch.TorchDispatchMode, OwnMode):
 
     def __init__(self, head: Head, guard: HostReadGuard, random: RandomCalls) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._head = head
+        self._head, self._guard = head, guard
         self._operators = OperatorGuard(guard)
+        self._kernel: PythonKernel | None = None
+        """The kernel in Python that runs now."""
         self.random = random
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         graph = self._head.graph
-        if graph is None:
+        if graph is None or (self._kernel is not None and self._kernel.reads):
             return func(*args, **(kwargs or {}))
+        if may_be_python(func) and (kernel := python_kernel(func, args, kwargs or {})) is not None:
+            return graph.record(func, args, kwargs or {}, PythonKernel(kernel, self._looking_inside))
         with Unnoted():
             return self._record(graph, func, types, args, kwargs or {})
+
+    @contextlib.contextmanager
+    def _looking_inside(self, kernel: PythonKernel) -> Iterator[None]:
+        """Record what a kernel in Python calls, and log it where the log above has handed it down."""
+        above, self.above = self.above, None
+        outer, self._kernel = self._kernel, kernel
+
+        def note(_: CaptureRefused) -> None:
+            kernel.reads = True
+
+        guard = HostReadGuard(note)
+        guard.running = self._guard.running
+        try:
+            with guard, self, above or contextlib.nullcontext():
+                yield
+        finally:
+            self._kernel = outer
 
     def _record(
         self, graph: TapeGraph, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -8,12 +8,13 @@ again, in the recording and at replays. Grad mode, which a few kernels read, is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import enable_reentrant_dispatch
 
+from stepgraph.backends.kernels import autocast_around
 from stepgraph.backends.tape.memory import PoolPlace
 
 
@@ -70,11 +71,7 @@ class Surroundings(NamedTuple):
     @classmethod
     def of(cls, *, calls_operators: bool) -> Surroundings:
         """The flags where an operator is called, read in the handler of the mode that sees it."""
-        autocast = None
-        if calls_operators:
-            with enable_reentrant_dispatch():
-                autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        return cls(torch.is_grad_enabled(), autocast)
+        return cls(torch.is_grad_enabled(), autocast_around("cpu") if calls_operators else None)
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call an operator as it would be called without the mode."""
@@ -89,6 +86,21 @@ class Surroundings(NamedTuple):
         torch.set_autocast_enabled("cpu", self.autocast is not None)
         if self.autocast is not None:
             torch.set_autocast_dtype("cpu", self.autocast)
+
+
+class PythonKernel:
+    """The kernel of an operator that is a Python function; it runs inside `around`."""
+
+    def __init__(
+        self, kernel: Callable[..., Any], around: Callable[[PythonKernel], AbstractContextManager[Any]]
+    ) -> None:
+        self._kernel, self._around = kernel, around
+        self.reads = False
+        """Whether it has read a tensor on the host, past the dispatcher: by a library of its own, such as numpy."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._around(self):
+            return self._kernel(*args, **kwargs)
 
 
 _FUSED = frozenset({"aten::_transformer_encoder_layer_fwd", "aten::_native_multi_head_attention"})

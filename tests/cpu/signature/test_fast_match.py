@@ -53,12 +53,12 @@ def calls(draw: st.DrawFn) -> Call:
 
 def key(call: Call) -> Any:
     leaves, structure = flatten(call)
-    return structure, leaf_keys(leaves)
+    return structure, leaf_keys(leaves, on="cpu")
 
 
 @given(calls(), calls())
 def test_likeness_is_never_found_where_signatures_differ(one: Call, two: Call) -> None:
-    known = FastMatch.of(*one)
+    known = FastMatch.of(*one, "cpu")
     if known is not None:
         found = known.leaves_of(*two)
         assert found is None or key(one) == key(two)
@@ -66,7 +66,7 @@ def test_likeness_is_never_found_where_signatures_differ(one: Call, two: Call) -
 
 @given(calls())
 def test_likeness_gives_the_leaves_of_the_call(call: Call) -> None:
-    known = FastMatch.of(*call)
+    known = FastMatch.of(*call, "cpu")
     if known is not None:
         found = known.leaves_of(*call)
         assert found is not None
@@ -74,7 +74,7 @@ def test_likeness_gives_the_leaves_of_the_call(call: Call) -> None:
 
 
 def test_likeness_is_found_for_tensors_of_the_same_geometry() -> None:
-    known = FastMatch.of((torch.ones(4),), {"mask": torch.ones(4), "flag": True})
+    known = FastMatch.of((torch.ones(4),), {"mask": torch.ones(4), "flag": True}, "cpu")
     assert known is not None
     assert known.leaves_of((torch.zeros(4),), {"mask": torch.zeros(4), "flag": True}) is not None
     assert known.leaves_of((torch.zeros(4),), {"flag": True, "mask": torch.zeros(4)}) is None
@@ -82,21 +82,21 @@ def test_likeness_is_found_for_tensors_of_the_same_geometry() -> None:
 
 
 def test_likeness_is_not_found_for_one_tensor_passed_twice() -> None:
-    known, twice = FastMatch.of((torch.ones(4), torch.ones(4)), {}), torch.ones(4)
+    known, twice = FastMatch.of((torch.ones(4), torch.ones(4)), {}, "cpu"), torch.ones(4)
     assert known is not None
     assert known.leaves_of((twice, twice), {}) is None
-    assert FastMatch.of((twice, twice), {}) is None
+    assert FastMatch.of((twice, twice), {}, "cpu") is None
 
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode], ids=lambda f: f.__name__)
 def test_likeness_is_not_made_where_gradients_cannot_be_compared(around: Any) -> None:
     with around():
-        assert FastMatch.of((torch.ones(4),), {}) is None
+        assert FastMatch.of((torch.ones(4),), {}, "cpu") is None
 
 
 def test_likeness_found_under_other_flags_is_left_to_the_flags() -> None:
     """Flags are compared by their own key; where a call is told to look the same, its leaves do."""
-    known, x = FastMatch.of((torch.ones(4),), {}), torch.ones(4)
+    known, x = FastMatch.of((torch.ones(4),), {}, "cpu"), torch.ones(4)
     assert known is not None
     before = ambient_key()
     with torch.no_grad():
@@ -107,6 +107,6 @@ def test_likeness_found_under_other_flags_is_left_to_the_flags() -> None:
 def test_likeness_separates_computed_tensors_on_request() -> None:
     leaf = torch.ones(4, requires_grad=True)
     for tell_computed in (True, False):
-        known = FastMatch.of((leaf,), {}, tell_computed=tell_computed)
+        known = FastMatch.of((leaf,), {}, "cpu", tell_computed=tell_computed)
         assert known is not None
         assert (known.leaves_of((leaf * 2,), {}) is None) is tell_computed

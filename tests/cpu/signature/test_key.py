@@ -370,10 +370,14 @@ SITUATIONS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[Any]]
     ),
     "device": (lambda: torch.device("meta"), {"torch-function modes"}),
     "function mode": (SeesFunctions, {"torch-function modes"}),
+    "saved-tensor hooks": (
+        lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+        {"saved-tensor hooks"},
+    ),
 }
 OBSERVERS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "dispatch modes": SeesOperators,
-    "saved-tensor hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+    "saved-tensor hooks": torch.autograd.graph.save_on_cpu,
 }
 
 
