@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from stepgraph.errors import StepgraphError
 from stepgraph.script.request import Request, Status, append
+from stepgraph.torch_import import importing_torch
 
 __all__ = ["EarlyStop", "RunningChild", "main"]
 
@@ -271,7 +272,8 @@ def end_with_parent() -> None:
 def main(request_file: str) -> None:
     """Run a request."""
     end_with_parent()
-    import torch
+    with importing_torch():
+        import torch
 
     request = Request.from_json(Path(request_file).read_text(encoding="utf-8"))
     running = RunningChild(request, is_cuda_mapped=not torch.cuda.is_available())

@@ -29,6 +29,7 @@ ROOMS = (
     "tree",
     "plain",
     "strict_json",
+    "torch_import",
     "signature",
     "native",
     "order",
