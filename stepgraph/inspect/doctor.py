@@ -286,7 +286,6 @@ _PACKAGES = (
     ("Megatron core", "megatron-core", ">= 0.14", False, "its layers and loops", 'pip install "megatron-core>=0.14"'),
     ("torchao", "torchao", "", False, "its layers", "pip install torchao"),
     ("transformers", "transformers", "", False, "models of Hugging Face", "pip install transformers"),
-    ("accelerate", "accelerate", "", False, "loops of Accelerate", "pip install accelerate"),
     ("lightning", "lightning", "", False, "loops of Lightning", "pip install lightning"),
 )
 """Name, package, oldest version, whether it is required, what for, and the command that gets it."""

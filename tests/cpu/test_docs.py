@@ -82,6 +82,13 @@ def test_guides_have_snippets() -> None:
     assert without == {"README.md", *(f"docs/{name}.md" for name in known)}
 
 
+def test_tables_of_benchmarks_hold_no_paragraphs() -> None:
+    """A cell is a figure or a name. What needs sentences stands below, as text."""
+    for line in (ROOT / "benchmarks" / "README.md").read_text().splitlines():
+        cells = re.sub(r"\]\([^)]*\)", "]", line).split(" | ") if line.startswith("|") else []
+        assert not [cell for cell in cells if len(cell) > 160]
+
+
 def test_readme_loop_replays_with_one_line_added() -> None:
     added = [line for line in readme.block("diff").splitlines() if line.startswith("+")]
     assert added == ["+@stepgraph.capture"]
