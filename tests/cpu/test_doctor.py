@@ -126,6 +126,31 @@ def test_doctor_command_exits_with_1_for_a_broken_rule(monkeypatch: pytest.Monke
 # -- what is shown
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("user:planted@host:8080", "host:8080"),
+        ("//user:planted@host", "host"),
+        ("https://user:p@planted@host/x", "https://host/x"),
+        ("https://user:planted/x@host", "https://host"),
+        ("user:my planted@[::1]:80", "[::1]:80"),
+        ("http://a:planted@h1,http://b:planted@h2", "http://h2"),
+        ("https%3A%2F%2Fuser%3Aplanted%40host", "(hidden)"),
+        ("--password=planted", "(hidden)"),
+        ("--password planted", "(hidden)"),
+        ("PGPASSWORD=planted psql", "(hidden)"),
+        ('{"passwd": "planted"}', "(hidden)"),
+        ("host/simple?token=planted", "(hidden)"),
+        ("Authorization: Basic planted", "(hidden)"),
+        ("bearer planted", "(hidden)"),
+        ("https://download.pytorch.org/whl/cu130", "https://download.pytorch.org/whl/cu130"),
+        ("/usr/lib/keys:/opt/tokens", "/usr/lib/keys:/opt/tokens"),
+    ],
+)
+def test_shown_variables_hide_secrets_in_any_form(value: str, expected: str) -> None:
+    assert shown_variables({"TORCH_SETTING": value}) == {"TORCH_SETTING": expected}
+
+
 def test_doctor_shows_no_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in {**SECRETS, **OPEN}.items():
         monkeypatch.setenv(name, value)
