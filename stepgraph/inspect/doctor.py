@@ -254,7 +254,7 @@ def _has_nccl() -> bool:
 def _has_native_guards() -> bool:
     from stepgraph.native import library
 
-    return library.location().exists()
+    return library.is_built()
 
 
 def _kernel() -> str:
