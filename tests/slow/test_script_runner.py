@@ -452,9 +452,55 @@ def test_signals_end_the_whole_group(number: int, code: int) -> None:
         pids = [int(word) for word in Path("pids").read_text().split()]
         parent.send_signal(number)
         assert parent.wait(60) == code
-    if number == signal.SIGKILL:  # nobody is left who could end what has a session of its own
-        os.kill(pids.pop(1), signal.SIGKILL)
     wait_until_gone(pids)
+
+
+DAEMONS = """
+import os, subprocess, sys, time
+if len(sys.argv) == 1:
+    own = [sys.executable, "train.py", "daemon"]
+    for keeps in ("stubborn", "plain"):
+        subprocess.Popen([*own, keeps], start_new_session=True)
+    if os.fork() == 0:  # as daemons do: nobody waits for this one, and its parent is gone
+        os.setsid()
+        if os.fork() == 0:
+            os.execv(sys.executable, [*own, "orphan"])
+        os._exit(0)
+    os.wait()
+    while len([name for name in os.listdir() if name.endswith(".pid")]) < 3: time.sleep(0.02)
+    if os.path.exists("crash"): os.kill(os.getpid(), 11)
+    if os.path.exists("hang"): time.sleep(1000)
+    sys.exit(7)
+import signal
+if sys.argv[2] == "stubborn": signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(sys.argv[2] + ".part", "w").write(str(os.getpid()))
+os.rename(sys.argv[2] + ".part", sys.argv[2] + ".pid")
+time.sleep(1000)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives orphans to another process than the first")
+@pytest.mark.parametrize("end", ["exit", "crash", "hang"])
+def test_daemons_of_a_script_end_with_it(end: str) -> None:
+    Path(end).touch()
+    outcome = ran(DAEMONS, timeout=10.0)
+    pids = [int(path.read_text()) for path in Path().glob("*.pid")]
+    assert len(pids) == 3
+    assert are_gone(pids), "at once, when the command has its result"
+    assert outcome.status is (Status.TIMED_OUT if end == "hang" else Status.FAILED)
+    told = {"exit": "SystemExit: 7", "crash": "its process was ended by SIGSEGV", "hang": ""}
+    assert outcome.exception == told[end]
+
+
+def test_script_has_a_session_and_no_orphans_of_others() -> None:
+    program = (
+        "import os, subprocess, sys\n"
+        "assert os.getsid(0) == os.getpgid(0) == os.getpid()\n"
+        "subprocess.run([sys.executable, '-c', 'import os, time; os.fork() or time.sleep(1)'])\n"
+        "try:\n    os.wait()\n    assert False\nexcept ChildProcessError: pass\n"
+    )
+    outcome = ran(program)
+    assert outcome.status is Status.COMPLETED, outcome.exception
 
 
 RANK = """
