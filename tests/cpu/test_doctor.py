@@ -65,6 +65,7 @@ def test_doctor_reports_this_installation() -> None:
     assert status(report, "torch") == status(report, "Python") == status(report, "typer") == "ok"
     names = {each.name for each in report.parts}
     assert {"Nsight Systems", "APEX", "Transformer Engine", "Megatron core", "C++ guards", "cuda-bindings"} <= names
+    assert "accelerate" not in names, "nothing here uses it"
     assert {"torchao", "matplotlib", "nvidia-ml-py", "transformers", "NVIDIA GPU", "CUDA of torch"} <= names
     assert all(each.purpose and each.command for each in report.parts)
 
