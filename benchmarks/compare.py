@@ -170,8 +170,8 @@ def section(name: str, results: dict[str, Any]) -> str:
     found = compared(name, results)
     eager = found.row("eager")
     runs = sum(record["mechanism"] in ("eager", "eager-again") for record in records)
-    equal = "has the same losses in all" if found.eager_equals_eager else "has not the same losses in all"
-    noise = f"Eager's {runs} runs differ by {100 * found.noise:.1f} %; it {equal}."
+    losses = "their losses are equal" if found.eager_equals_eager else "their losses are not all equal"
+    noise = f"The step times of eager's {runs} runs differ by {100 * found.noise:.1f} %; {losses}."
     lines = [
         f"## {name}",
         f"`{facts['command']}`",

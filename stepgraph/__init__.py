@@ -9,6 +9,8 @@ import random
 import sys
 from typing import TYPE_CHECKING, Any
 
+from stepgraph.torch_import import importing_torch
+
 if TYPE_CHECKING:
     from stepgraph import order
     from stepgraph.advice.advise import AdviceReport, advise
@@ -207,11 +209,13 @@ _import_rich()
 def __getattr__(name: str) -> Any:
     """Import a public name, or a module of the package, when it is first asked for."""
     if name in _HOMES:
-        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        with importing_torch():
+            value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
         globals()[name] = value
         return value
     if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
-        return importlib.import_module(f"{__name__}.{name}")
+        with importing_torch():
+            return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from stepgraph import catalogue
 from stepgraph.catalogue import Entry
+from stepgraph.wording import counted
 
 
 def nearest(word: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
@@ -82,7 +83,9 @@ class ConfigError(InvalidArgument):
         for number, each in enumerate(self.violations, 1):
             lines += [f"{number}. {each.what}   [{each.rule}]", *(f"   {line}" for line in each.details)]
             lines += [f"   Why: {each.why}", f"   Fix: {each.fix}"]
-        super().__init__(f"the configuration breaks {len(self.violations)} rules", rule="config-rules", details=lines)
+        super().__init__(
+            f"the configuration breaks {counted(len(self.violations), 'rules')}", rule="config-rules", details=lines
+        )
 
 
 class SignatureMismatch(StepgraphError):

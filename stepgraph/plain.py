@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch
 
 from stepgraph.frames import is_users
+from stepgraph.wording import with_article
 
 _NUMBERS = (int, float, complex, str, bytes)
 _BY_EQUALITY = (torch.device, range)
@@ -147,7 +148,7 @@ def told(value: Any) -> str:
     if issubclass(kind, types.ModuleType):
         return f"<module {vars(value).get('__name__')}>"
     if issubclass(kind, tuple) and any(issubclass(type(item), torch.Tensor) for item in items_of(value)):
-        return f"a {kind.__name__} with tensors"
+        return f"{with_article(kind)} with tensors"
     text = _written(value)
     if text is None or (len(text) >= _SHORT and not is_plain(value)):
         return f"<{kind.__name__} at {id(value):#x}>"

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.utils import _pytree as torch_pytree
 
+from stepgraph.wording import counted, with_article
+
 
 class Leaf:
     """A dataclass that is not taken apart."""
@@ -294,11 +296,11 @@ def _changed(structure: Structure, leaves: Iterator[Any], node: Any, path: str, 
         return None if _is_same(next(leaves), node) else f"`{path}` was replaced by a new {type(node).__name__}"
     opened = _open(node) if type(node) is structure.kind else None
     if opened is None:
-        return f"`{path}` is now a {type(node).__name__}"
+        return f"`{path}` is now {with_article(type(node))}"
     keys, context, values = opened
     now = {key: value for key, value in zip(keys, values, strict=True) if not _is_cached(node, key, structure)}
     if len(now) != len(structure.keys) and isinstance(node, Sequence):
-        return f"`{path}` has {len(now)} items and had {len(structure.keys)}"
+        return f"`{path}` has {counted(len(now), 'items')} and had {len(structure.keys)}"
     is_mapping = isinstance(node, Mapping)
     if isinstance(context, _Context) and (len(now) != len(structure.keys) or context != structure.context):
         return _changed_registered(structure, leaves, node, path, removed=removed or not is_mapping)
@@ -326,8 +328,8 @@ def _changed_registered(
         return None  # nothing but removals
     kind = type(node).__name__
     if len(built.keys) == len(structure.keys):
-        return f"`{path}`, a {kind}, has other keys than it had, or other data beside its values"
-    return f"`{path}`, a {kind}, has {len(built.keys)} values and had {len(structure.keys)}"
+        return f"`{path}`, {with_article(kind)}, has other keys than it had, or other data beside its values"
+    return f"`{path}`, {with_article(kind)}, has {counted(len(built.keys), 'values')} and had {len(structure.keys)}"
 
 
 def _taken(structure: Structure, leaves: Iterator[Any]) -> list[Any]:

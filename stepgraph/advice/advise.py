@@ -49,6 +49,7 @@ from stepgraph.errors import NoStepError
 from stepgraph.inspect.check import CheckReport, check
 from stepgraph.inspect.findings import Api as CheckedApi
 from stepgraph.script.run import Outcome, Script, refuse_unjudged, run_script
+from stepgraph.wording import counted
 
 __all__ = ["AdviceReport", "advise"]
 
@@ -281,7 +282,7 @@ def reasons_unmeasured(result: Mapping[str, Any], seen: int, steps: int) -> tupl
         fix = (
             f"--steps {fewer} needs {seen}" if fewer >= MIN_STEPS else f"at least {steps_needed(MIN_STEPS)} are needed"
         )
-        return (f"the script ended after {seen} steps, and {needed} are needed to measure it: {fix}",)
+        return (f"the script ended after {counted(seen, 'steps')}, and {needed} are needed to measure it: {fix}",)
     if result["device"] != "cuda" or not result["kernels"]:
         return ("the script trains on the CPU: it launches no kernels that a graph could replay",)
     return ()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from stepgraph.bench.timeline import StepTimes
 from stepgraph.script.run import Outcome, Script, Status, run_script
+from stepgraph.wording import counted
 
 _PROBE = "stepgraph.advice.trial_probe:TrialProbe"
 NAMES = ("whole step", "whole step + compile")
@@ -48,7 +49,9 @@ def _trial(name: str, outcome: Outcome) -> Trial:
         return Trial(name, error=(errors or lines)[-1] if not errors else errors[0])
     times = result.get("times_ms", ())
     if not times:
-        return Trial(name, error=f"the script ended after {outcome.steps} steps, before any replay was timed")
+        return Trial(
+            name, error=f"the script ended after {counted(outcome.steps, 'steps')}, before any replay was timed"
+        )
     if not result.get("replays"):
         reasons = ", ".join(result.get("eager_reasons", ())) or "it was never called"
         return Trial(name, error=f"the step was never replayed: {reasons}")

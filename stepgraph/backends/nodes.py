@@ -18,6 +18,8 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from stepgraph.wording import counted
+
 _WORD = 8
 _HALF = 4
 _HOST_BEGIN, _HOST_END = 0x5500_0000_0000, 0x8000_0000_0000
@@ -87,7 +89,7 @@ def node_differences(before: Nodes, now: Nodes) -> list[NodeDifference]:
                 found += _in_bytes(index, str(one), number, (before, old), (now, new))
     if len(before.nodes) != len(now.nodes):
         index = min(len(before.nodes), len(now.nodes))
-        counts = [f"{len(nodes.nodes)} nodes" for nodes in (before, now)]
+        counts = [counted(len(nodes.nodes), "nodes") for nodes in (before, now)]
         found.append(NodeDifference(index, "the graph", "", *counts))
     return found
 

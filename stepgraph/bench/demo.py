@@ -23,6 +23,7 @@ from torch import Tensor
 import stepgraph
 from stepgraph.models import GPT, GPTConfig
 from stepgraph.proof.bits import same_bits
+from stepgraph.wording import counted
 
 __all__ = ["SETTLING_STEPS", "DemoResult", "DemoRun", "run_demo"]
 
@@ -119,7 +120,7 @@ class DemoResult:
     @property
     def equality(self) -> str:
         """A sentence about what was compared, and the outcome."""
-        compared = f"stepgraph demo: {self.total_steps} losses and all parameters"
+        compared = f"stepgraph demo: {counted(self.total_steps, 'losses')} and all parameters"
         if self.equal:
             return f"{compared} equal eager's, the parameters bit for bit"
         return f"{compared} do not equal eager's" if self.replays else f"{compared}: nothing was replayed"

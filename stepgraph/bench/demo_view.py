@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stepgraph.bench.demo import SETTLING_STEPS, DemoResult
+from stepgraph.wording import counted
 
 __all__ = ["demo_progress", "draw_demo", "render_demo"]
 
@@ -40,7 +41,9 @@ def demo_progress(console: Console, steps: int) -> Iterator[Callable[[str], None
 
 def render_demo(result: DemoResult) -> RenderableType:
     """Return the table, the chart and the conclusion of a result."""
-    table = Table(title=f"A small GPT, {result.total_steps} steps, eager and graphed, from seed {result.seed}")
+    table = Table(
+        title=f"A small GPT, {counted(result.total_steps, 'steps')}, eager and graphed, from seed {result.seed}"
+    )
     table.add_column("")
     table.add_column("eager", justify="right")
     table.add_column("graphed", justify="right")
@@ -112,7 +115,8 @@ def draw_demo(result: DemoResult, path: Path) -> None:
     loss.legend()
     time.legend()
     figure.suptitle(f"A small GPT on {result.device}, backend {result.backend}, torch {result.torch_version}")
-    notes = [f"Peaks of the graphed run: its capture, and {result.report['audits']} audits, which record it again."]
+    audits = counted(result.report["audits"], "audits, which record", "audit, which records")
+    notes = [f"Peaks of the graphed run: its capture, and {audits} it again."]
     notes += [_TAPE_TIMES] if result.speedup is None else []
     figure.supxlabel("\n".join(notes), fontsize="small")
     figure.savefig(path)

@@ -15,7 +15,7 @@ from typing import Any
 from stepgraph.bench.compare import EARLY, Comparison, Row
 from stepgraph.bench.results import check_writable
 from stepgraph.errors import InvalidArgument
-from stepgraph.session.report import counted
+from stepgraph.wording import counted
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2330; --dim: #667; --page: #fff; --line: #d8dce4; --bar: #9aa4b5;
@@ -181,7 +181,9 @@ def _timelines(found: Comparison) -> str:
 def _cut(row: Row) -> str:
     """Say that a picture is not whole."""
     shown, kernels = len(row.figures["timeline_us"]), row.figures.get("kernels") or 0
-    return f" {_text(row.mechanism.title)}: the first {shown} of {kernels} kernels." if shown < kernels else ""
+    return (
+        f" {_text(row.mechanism.title)}: the first {shown} of {counted(kernels, 'kernels')}." if shown < kernels else ""
+    )
 
 
 def _table(found: Comparison) -> str:

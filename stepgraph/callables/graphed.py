@@ -27,11 +27,12 @@ from stepgraph.pair.module_method import put_in_place
 from stepgraph.pair.runner import Grads, Runner, RunnerState
 from stepgraph.pair.shared import PairSession
 from stepgraph.session.messages import refuse_second_thread
-from stepgraph.session.report import GraphReport, outline, quantities, with_counts
+from stepgraph.session.report import GraphReport, outline, with_counts
 from stepgraph.signature import saved_tensor_hooks
 from stepgraph.signature.ambient import autocast_now
 from stepgraph.tracebacks import trim
 from stepgraph.tree import CallFlattener
+from stepgraph.wording import counted, quantities
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -195,7 +196,10 @@ class GraphedSet:
             raise StateChanged(
                 f"{name}: the operations of the callable have changed since capture",
                 rule="changed-operations",
-                details=[str(found.difference), f"{self.shared.turns.since} rounds have run since the last comparison"],
+                details=[
+                    str(found.difference),
+                    f"{counted(self.shared.turns.since, 'rounds have', 'round has')} run since the last comparison",
+                ],
                 why="the graphs replay the old operations. A value that the callable's code reads has changed, and "
                 "the watch cannot see it (docs/equality.md).",
                 fix="undo the change, pass the value as a tensor argument, or call .reset() and capture again.",

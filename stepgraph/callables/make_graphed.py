@@ -25,6 +25,7 @@ from stepgraph.order.entries import is_count
 from stepgraph.session.options import Audit, checked, reads_options, refuse_both
 from stepgraph.session.session import Session
 from stepgraph.tracebacks import entry_point
+from stepgraph.wording import with_article
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -169,7 +170,7 @@ def report(callables: Any) -> CallablesReport:
         graphed = first._compiled_call_impl
     if not isinstance(graphed, GraphedCallable):
         raise InvalidArgument(
-            f"a {type(first).__name__} has no graphs of make_graphed_callables",
+            f"{with_article(type(first))} has no graphs of make_graphed_callables",
             rule="sample-arguments",
             why="this report is about graphs captured by make_graphed_callables.",
             fix="pass what make_graphed_callables returned, before .reset().",

@@ -18,6 +18,7 @@ from stepgraph.observe.ddp import unwrapped
 from stepgraph.order import Entry, Kind, count_microbatches, read_order
 from stepgraph.order.entries import is_count
 from stepgraph.order.lifetimes import layers_of_samples
+from stepgraph.wording import counted, with_article
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def read_request(
     several = (callables,) if is_single else tuple(callables)
     for index, each in enumerate(several):
         if not callable(each):
-            raise _wrong(f"callables[{index}] is a {type(each).__name__}, which cannot be called", "pass functions.")
+            raise _wrong(f"callables[{index}] is {with_article(type(each))}, which cannot be called", "pass functions.")
     if not several:
         raise _wrong("there are no callables", "pass at least one module or function.")
     if order is None:
@@ -72,11 +73,11 @@ def read_request(
     num_microbatches = count_microbatches(order)
     if sum(layers) != len(several):
         raise _wrong(
-            f"{len(several)} callables, and num_layers_per_chunk={list(layers)} says {sum(layers)}",
+            f"{counted(len(several), 'callables')}, and num_layers_per_chunk={list(layers)} says {sum(layers)}",
             "pass one callable a layer, chunk after chunk.",
         )
     owners = layers_of_samples(layers, num_microbatches)
-    where = f"layer and microbatch ({sum(layers)} layers x {num_microbatches} microbatches)"
+    where = f"layer and microbatch ({counted(sum(layers), 'layers')} x {counted(num_microbatches, 'microbatches')})"
     args = _one_each("sample_args", _dealt_out(sample_args, owners, len(several)), len(owners), where)
     kwargs = _kwargs_of(_dealt_out(sample_kwargs, owners, len(several)), len(owners), where, is_single=False)
     return Request(several, False, _samples(owners, args, kwargs), order, entries, layers, num_microbatches)
@@ -87,7 +88,7 @@ def _layers(given: Any, order: Sequence[float], num_callables: int) -> tuple[int
     if given is None:
         if num_callables % num_chunks:
             raise _wrong(
-                f"{num_callables} callables for an order of {num_chunks} chunks",
+                f"{counted(num_callables, 'callables')} for an order of {counted(num_chunks, 'chunks')}",
                 "say how many layers each chunk has: num_layers_per_chunk=[...].",
             )
         return (num_callables // num_chunks,) * num_chunks
@@ -107,14 +108,16 @@ def _dealt_out(given: Any, owners: Sequence[int], num_callables: int) -> Any:
 
 def _one_each(name: str, given: Any, expected: int, each: str) -> list[tuple[Any, ...]]:
     if not isinstance(given, (tuple, list)) or len(given) != expected:
-        count = len(given) if isinstance(given, (tuple, list)) else f"a {type(given).__name__}"
+        count = len(given) if isinstance(given, (tuple, list)) else with_article(type(given))
         raise _wrong(
-            f"{name}: {count} for {expected}, one a {each}", f"pass a tuple of {expected} tuples of arguments."
+            f"{name}: {count} for {expected}, one a {each}",
+            f"pass a tuple of {counted(expected, 'tuples', 'tuple')} of arguments.",
         )
     for index, args in enumerate(given):
         if not isinstance(args, (tuple, list)):
             raise _wrong(
-                f"{name}[{index}] is a {type(args).__name__}", "pass a tuple of arguments for each call: `(x,)`."
+                f"{name}[{index}] is {with_article(type(args))}",
+                "pass a tuple of arguments for each call: `(x,)`.",
             )
     return [tuple(args) for args in given]
 
@@ -125,11 +128,11 @@ def _kwargs_of(given: Any, expected: int, each: str, *, is_single: bool) -> list
     if isinstance(given, Mapping):
         return [dict(given) for _ in range(expected)]
     if is_single or not isinstance(given, (tuple, list)) or len(given) != expected:
-        count = len(given) if isinstance(given, (tuple, list)) else f"a {type(given).__name__}"
+        count = len(given) if isinstance(given, (tuple, list)) else with_article(type(given))
         raise _wrong(f"sample_kwargs: {count} for {expected}, one a {each}", "pass a dict for all, or one for each.")
     for index, kwargs in enumerate(given):
         if not isinstance(kwargs, Mapping):
-            raise _wrong(f"sample_kwargs[{index}] is a {type(kwargs).__name__}", "pass a dict.")
+            raise _wrong(f"sample_kwargs[{index}] is {with_article(type(kwargs))}", "pass a dict.")
     return [dict(kwargs) for kwargs in given]
 
 

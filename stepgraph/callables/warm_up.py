@@ -36,6 +36,7 @@ from stepgraph.rng.tracker import tracker_for
 from stepgraph.signature.ambient import under_autocast, without_saved_tensor_hooks
 from stepgraph.signature.memory import SavedContents
 from stepgraph.tree import flatten, unflatten
+from stepgraph.wording import counted, with_article
 
 PHASES = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 
@@ -47,11 +48,13 @@ class CaptureTimeHooks:
         self._callables, num_callables = callables, len(callables)
         entries = [None] * num_callables if given is None else given
         if not isinstance(entries, Sequence) or len(entries) != num_callables:
-            raise _wrong_hooks(f"{given!r}"[:80], f"pass a list of {num_callables} entries, one a callable.")
+            raise _wrong_hooks(
+                f"{given!r}"[:80], f"pass a list of {counted(num_callables, 'entries')}, one a callable."
+            )
         self._hooks: list[dict[str, list[Callable[[Any], Any]]]] = []
         for index, entry in enumerate(entries):
             if entry is not None and not isinstance(entry, Mapping):
-                raise _wrong_hooks(f"entry {index} is a {type(entry).__name__}", "pass a dict, or None.")
+                raise _wrong_hooks(f"entry {index} is {with_article(type(entry))}", "pass a dict, or None.")
             unknown = sorted(set(entry or ()) - set(PHASES))
             if unknown:
                 raise _wrong_hooks(f"entry {index} has {unknown[0]!r}", f"use any of {', '.join(PHASES)}.")
@@ -183,7 +186,7 @@ def _functions(index: int, phase: str, given: Any) -> list[Callable[[Any], Any]]
     found = [given] if callable(given) else list(given.values() if isinstance(given, Mapping) else given)
     for hook in found:
         if not callable(hook):
-            raise _wrong_hooks(f"{phase} of entry {index} has a {type(hook).__name__}", "pass functions.")
+            raise _wrong_hooks(f"{phase} of entry {index} has {with_article(type(hook))}", "pass functions.")
     return found
 
 

@@ -12,6 +12,7 @@ import typer
 from stepgraph.commands.base import AsJson, ExitCode, Result, code_line
 from stepgraph.commands.script_options import command_on, takes_script
 from stepgraph.script.request import Script
+from stepgraph.wording import counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -100,7 +101,10 @@ def _figures(report: AdviceReport, measured: Measured) -> Table:
     table.columns[0].style, table.columns[0].no_wrap = "bold", True
     idle = max(0.0, measured.step_ms - measured.busy_ms)
     rows = [
-        ("step time", f"{times.median:.2f} ms (p10 {times.p10:.2f}, p90 {times.p90:.2f}, {len(times.each)} steps)"),
+        (
+            "step time",
+            f"{times.median:.2f} ms (p10 {times.p10:.2f}, p90 {times.p90:.2f}, {counted(len(times.each), 'steps')})",
+        ),
         ("GPU busy", f"{100 * measured.busy_fraction:.1f} % ({measured.busy_ms:.2f} ms)"),
         ("kernels", f"{measured.kernels} a step, {measured.small_kernels} under 50 us"),
         ("gaps", f"{facts['gaps']}, {idle:.2f} ms idle"),
@@ -131,7 +135,9 @@ def _waits(report: AdviceReport) -> Iterator[RenderableType]:
         yield Text(f"The host waits for the GPU {place}:", style="bold")
         for row in rows[:_MAX_LINES]:
             where = f"{os.path.relpath(row['file'])}:{row['line']}" if row["file"] else "a line that is not Python's"
-            yield Text(f"  {where}  {row['source']}" + (f"  ({row['times']} times)" if row["times"] > 1 else ""))
+            yield Text(
+                f"  {where}  {row['source']}" + (f"  ({counted(row['times'], 'times')})" if row["times"] > 1 else "")
+            )
         if len(rows) > _MAX_LINES:
             yield Text(f"  and {len(rows) - _MAX_LINES} more lines: --json lists them")
     if not facts["waits_inside"] and not facts["waits_outside"]:
@@ -234,7 +240,7 @@ def _without_a_gpu(report: AdviceReport) -> list[str]:
     if model:
         others = f", the largest of {model['count']} models" if model.get("count", 1) > 1 else ""
         size = f"{model['parameters']:,} parameters"
-        found.append(f"Seen: {report.outcome.steps} steps of {model['class']}, {size}{others}.")
+        found.append(f"Seen: {counted(report.outcome.steps, 'steps')} of {model['class']}, {size}{others}.")
     if scopes:
         children = [f'"{one["scope"]}"' for one in scopes if one.get("is_child")]
         named = [one["scope"] for one in scopes if not one.get("is_child")]

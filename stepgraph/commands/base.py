@@ -35,6 +35,7 @@ from stepgraph import catalogue
 from stepgraph.errors import InvalidArgument, NoStepError, ScriptError, StepgraphError, nearest
 from stepgraph.script.ranks import is_first_rank, rank
 from stepgraph.strict_json import as_json
+from stepgraph.torch_import import importing_torch
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +137,8 @@ class Command(_StrictOptions, typer.core.TyperCommand):
         as_json = bool(ctx.params.get("as_json"))
         stops = Stops(ctx.params.get("timeout"))
         try:
-            with stops.watched(), contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
+            stdout = sys.stderr if as_json else sys.stdout
+            with stops.watched(), contextlib.redirect_stdout(stdout), importing_torch():
                 result = super().invoke(ctx)
         except KeyboardInterrupt:
             _fail(ctx, as_json, stops.exit_code, {"what": stops.reason}, stops.reason)

@@ -16,6 +16,7 @@ import typer
 from stepgraph.commands.base import AsJson, ExitCode, Result, Seed, Steps, Timeout, torch_device
 from stepgraph.commands.train import Wanted, configured, read
 from stepgraph.errors import InvalidArgument, nearest
+from stepgraph.wording import counted, with_article
 
 if TYPE_CHECKING:
     import torch
@@ -363,12 +364,14 @@ def _device_of(asked: Asked, world: int) -> torch.device:
         wants = find_gpu(asked.gpu)
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         if name is None or gpu_of(name) is not wants:
-            raise _not_here(asked, f"-g {asked.gpu}, and this machine has {'no GPU' if name is None else f'an {name}'}")
+            raise _not_here(
+                asked, f"-g {asked.gpu}, and this machine has {'no GPU' if name is None else with_article(name)}"
+            )
     here = torch.cuda.device_count()
     if asked.gpu != CPU and asked.num_gpus > (here or world):  # a CPU may have any number of processes
         raise _not_here(asked, f"-ng {asked.num_gpus}, and this machine has {here}")
     if asked.num_gpus != world:
-        started = f"{world} processes were started" if world > 1 else "1 process was started"
+        started = counted(world, "processes were started", "process was started")
         raise InvalidArgument(
             f"-ng {asked.num_gpus}, and {started}",
             rule="world-size",
@@ -437,13 +440,11 @@ def render(found: BenchResult, title: str, cuts: list[str]) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    from stepgraph.session.report import counted
-
     values, report = found.to_dict(), found.report
     table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=False, show_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    spread = f"(p10 {found.times.p10:.2f}, p90 {found.times.p90:.2f}, {len(found.times.each)} steps)"
+    spread = f"(p10 {found.times.p10:.2f}, p90 {found.times.p90:.2f}, {counted(len(found.times.each), 'steps')})"
     rows = [("step time", f"{found.times.median:.2f} ms {spread}")]
     if found.times.audited:
         told = f"{len(found.times.audited)} of these steps, {found.times.audit_ms / 1e3:.2f} s in all"
@@ -555,7 +556,6 @@ def _run(mechanisms: Sequence[Mechanism], file: ResultFile, how: Reporting) -> l
     """Run what the file does not have yet, writing each row to it; return all rows."""
     from stepgraph.bench.compare import plan, run_all, seconds_left
     from stepgraph.bench.jobs import JobServer
-    from stepgraph.session.report import counted
 
     records: list[Record] = file.load() if how.resumes else []
     file.refuse_foreign()

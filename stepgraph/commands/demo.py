@@ -45,7 +45,7 @@ def demo(
     return Result(
         result.to_dict() | {"picture": None if picture is None else str(picture)},
         text,
-        next="stepgraph rules" if library.location().exists() else "stepgraph native --build",
+        next="stepgraph rules" if library.is_built() else "stepgraph native --build",
         exit_code=ExitCode.OK if result.equal else ExitCode.FINDINGS,
     )
 

@@ -29,7 +29,7 @@ def native(
         with Console(stderr=True).status("compiling, takes half a minute"):
             library.build()
     where = library.location()
-    is_there = where.exists()
+    is_there = library.is_built()
     told = f"built: {where}" if is_there else "not built: guards run in Python, with the same results but slower"
     following = "stepgraph demo" if is_there or remove else "stepgraph native --build"
     return Result({"built": is_there, "path": str(where)}, Text(told, overflow="fold"), next=following)

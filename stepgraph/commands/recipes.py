@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stepgraph.commands.base import AsJson, Result
+from stepgraph.wording import counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -56,7 +57,7 @@ def _details(found: dict[str, Any], changed: dict[str, Any]) -> RenderableType:
     size = f"{published:,} parameters" + ("" if built == published else f" published, {built:,} built here")
     lines = [
         ("Model", found["description"]),
-        ("Size", f"{size}, {found['num_layers']} layers, {found['task']}"),
+        ("Size", f"{size}, {counted(found['num_layers'], 'layers')}, {found['task']}"),
         ("Captured", f"{found['impl']}: {scope}"),
         ("Reason", f"{found['reason']}."),
         ("Shape from", found["source"]),

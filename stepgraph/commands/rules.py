@@ -11,6 +11,7 @@ from stepgraph import catalogue
 from stepgraph.catalogue import KINDS, Entry
 from stepgraph.commands.base import AsJson, Result, code_line
 from stepgraph.errors import nearest
+from stepgraph.wording import counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -64,7 +65,7 @@ def _table(listed: tuple[Entry, ...]) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, caption=f"{len(listed)} rules", caption_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, caption=counted(len(listed), "rules"), caption_justify="left")
     table.add_column("id", no_wrap=True, style="bold")
     table.add_column("kind", no_wrap=True)
     table.add_column("what is wrong")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stepgraph.commands.base import AsJson, Device, Result, StoppedWith, Timeout, torch_device
+from stepgraph.wording import counted
 
 if TYPE_CHECKING:
     import torch
@@ -233,7 +234,7 @@ def _train(
         if cuts:
             typer.echo("\n  ".join(["cut to fit this machine:", *cuts]), err=True)
         layers = cfg.model.num_layers
-        shape = f"{layers} layer{'s' if layers > 1 else ''}, width {cfg.model.hidden_size}"
+        shape = f"{counted(layers, 'layers')}, width {cfg.model.hidden_size}"
         typer.echo(f"model: {cfg.model.kind}, {shape}, {parameters:,} parameters", err=True)
     run = pretrain if task == "pretrain" else finetune
     ended: TrainingStopped | None = None
@@ -244,7 +245,8 @@ def _train(
             following = resume_command(words, cfg.checkpoint.save, int(os.environ.get("WORLD_SIZE", "1")))
             told = f"saved at step {stopped.report.step}; go on with: {following}"
         else:
-            told = f"nothing was saved of {stopped.report.step} steps; checkpoint.save=FOLDER saves at a signal"
+            steps = counted(stopped.report.step, "steps")
+            told = f"nothing was saved of {steps}; checkpoint.save=FOLDER saves at a signal"
         if is_first:
             typer.echo(told, err=True)
         report, ended = stopped.report, stopped

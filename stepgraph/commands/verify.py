@@ -11,6 +11,7 @@ from stepgraph.commands.script_options import command_on, takes_script
 from stepgraph.script.ranks import is_first_rank
 from stepgraph.script.request import Script
 from stepgraph.script.run import refuse_no_script
+from stepgraph.wording import counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -93,5 +94,5 @@ def _summary(report: ScriptReport) -> list[str]:
         return []
     worst = [f"{one['subject']}{where}" for where, one in found if one["verdict"] == report.verdict.value]
     named = "everything graphed" if len(worst) == len(found) else ", ".join(worst)
-    ranks = f" on {len(report.ranks)} ranks" if report.ranks else ""
+    ranks = f" on {counted(len(report.ranks), 'ranks')}" if report.ranks else ""
     return [f"{report.verdict.value.upper()}: {named}, of {len(found)} compared in {report.script}{ranks}"]

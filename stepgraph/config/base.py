@@ -26,6 +26,7 @@ from stepgraph.config.sections import (
 from stepgraph.config.values import types_of
 from stepgraph.errors import InvalidArgument
 from stepgraph.tracebacks import entry_point
+from stepgraph.wording import with_article
 
 
 @dataclass(kw_only=True)
@@ -65,7 +66,7 @@ class ConfigSections:
                 setattr(value, field_name, new)
         if not isinstance(value, kind):
             raise InvalidArgument(
-                f"{name} = {value!r} is not a {kind.__name__}",
+                f"{name} = {value!r} is not {with_article(kind)}",
                 rule="config-value",
                 why="each section has its own settings.",
                 fix=f"name one of its fields: {name}.FIELD=VALUE; in Python also cfg.{name} = {kind.__name__}(...).",

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from stepgraph.errors import InvalidArgument, nearest
+from stepgraph.wording import with_article
 
 
 class CudaGraphScope(enum.StrEnum):
@@ -53,7 +54,7 @@ def read_scope(scope: Any) -> list[str]:
     for entry in texts:
         if not isinstance(entry, str):
             raise InvalidArgument(
-                f"the scope has {entry!r}, which is a {type(entry).__name__}",
+                f"the scope has {entry!r}, which is {with_article(type(entry))}",
                 rule="scope",
                 why="a scope is a list of words and paths.",
                 fix='pass strings, such as ["attn", "layers.3.mlp"].',

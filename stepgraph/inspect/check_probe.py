@@ -37,6 +37,7 @@ from stepgraph.observe.ddp import replicas
 from stepgraph.observe.own_changes import OwnNumbers
 from stepgraph.optim.steps import at_optimizer_steps
 from stepgraph.script.probe import RunningScript
+from stepgraph.wording import with_article
 
 DEFAULT_STEPS = 10
 """Steps that are watched."""
@@ -283,7 +284,7 @@ class CheckProbe:
 
     def _moved(self, made: Made, tensor: torch.Tensor) -> None:
         shape = "x".join(map(str, tensor.shape)) or "scalar"
-        what = f"a {shape} tensor of this step is read by the next one, at another address each time"
+        what = f"{with_article(shape)} tensor of this step is read by the next one, at another address each time"
         self._seen.note(Seen("moving-address", what, made.where, "", self._objects.module_at(made.where), made.step))
 
     def _synchronizes(self, name: str) -> None:

@@ -43,7 +43,13 @@ _SECRET_VALUE = re.compile(
     r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abp]-|AKIA|eyJ)|(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{24,}"
 )
 _GPU_ID = re.compile(r"(?:GPU|MIG)-[0-9a-fA-F-]{36}")
-_ADDRESS = re.compile(r"(\w+://)(?:[^/\s@]*@)?([^\s?#,;]*)[^\s,;]*")
+_SECRET_WORD = re.compile(
+    r"(?:SECRET|TOKEN|KEY|PASS(?:WORD|WD|PHRASE)?|PWD|CREDENTIALS?|AUTH(?:ORIZATION)?|COOKIE|SIG(?:NATURE)?)"
+    r"[\"']?(?:\s*(?:=|:|%3D|%3A)|\s+\S)|\b(?:BEARER|BASIC|NEGOTIATE)\s+\S",
+    re.IGNORECASE,
+)
+"""A name of a secret before a value, as in `password=...`, `--token ...` or `Authorization: Bearer ...`."""
+_ADDRESS = re.compile(r"(\w+://)([^\s?#,;]*)[^\s,;]*")
 _WIDTH = 80
 
 
@@ -173,8 +179,22 @@ def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def _shown_value(name: str, value: str) -> str:
     if _SECRET_NAME.search(name):
         return "(hidden)"
-    shown = _ADDRESS.sub(r"\1\2", str(_without_home(value)))
-    return "(hidden)" if _SECRET_VALUE.search(_GPU_ID.sub("", shown)) else shown
+    shown = _ADDRESS.sub(r"\1\2", _without_user(str(_without_home(value))))
+    is_secret = _SECRET_WORD.search(shown) or _SECRET_VALUE.search(_GPU_ID.sub("", shown))
+    return "(hidden)" if is_secret else shown
+
+
+def _without_user(value: str) -> str:
+    """A value without what stands before an `@`, which is a user, often with a password, in any kind of address.
+
+    A password may hold any sign, spaces, commas and `@` too, so that nobody can say where it begins: all but the first
+    scheme goes. `%40` is an `@` that was quoted twice, for an address inside another one.
+    """
+    before, found, host = value.rpartition("@")
+    if "%40" in host:
+        return "(hidden)"
+    scheme = re.match(r"\s*\w+://", before)
+    return (scheme.group() if scheme else "") + host if found else value
 
 
 def _without_home(value: Any) -> Any:
@@ -234,7 +254,7 @@ def _has_nccl() -> bool:
 def _has_native_guards() -> bool:
     from stepgraph.native import library
 
-    return library.location().exists()
+    return library.is_built()
 
 
 def _kernel() -> str:
@@ -286,7 +306,6 @@ _PACKAGES = (
     ("Megatron core", "megatron-core", ">= 0.14", False, "its layers and loops", 'pip install "megatron-core>=0.14"'),
     ("torchao", "torchao", "", False, "its layers", "pip install torchao"),
     ("transformers", "transformers", "", False, "models of Hugging Face", "pip install transformers"),
-    ("accelerate", "accelerate", "", False, "loops of Accelerate", "pip install accelerate"),
     ("lightning", "lightning", "", False, "loops of Lightning", "pip install lightning"),
 )
 """Name, package, oldest version, whether it is required, what for, and the command that gets it."""

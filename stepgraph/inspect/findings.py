@@ -16,6 +16,7 @@ from typing import Any
 
 from stepgraph.catalogue import entry
 from stepgraph.errors import Location
+from stepgraph.wording import counted
 
 __all__ = ["GROUPS", "Api", "Finding", "Ledger", "Seen", "StepShape", "Verdict", "collect", "judge"]
 
@@ -229,11 +230,12 @@ def judge(findings: Sequence[Finding], shape: StepShape, unknown: Sequence[str] 
         reason = f"the loop is {shape.library}'s, so no function of yours is the whole step; the model is yours."
         return _modules(findings, shape, reason)
     if not findings:
-        reason = f"{shape.steps} steps ran the same operations. Nothing waited for the device or was left to Python."
-        reason += f" The step was captured, and replayed {shape.replays} times." if shape.replays else ""
+        reason = f"{counted(shape.steps, 'steps')} ran the same operations. "
+        reason += "Nothing waited for the device or was left to Python."
+        reason += f" The step was captured, and replayed {counted(shape.replays, 'times')}." if shape.replays else ""
         return Verdict(Api.CAPTURE, reason, _paste_capture(shape))
     lines = len({(f.where.file, f.where.line) if f.where is not None else None for f in findings})
-    reason = f"{len(findings)} finding{'s' * (len(findings) > 1)} at {lines} line{'s' * (lines > 1)} of the step"
+    reason = f"{counted(len(findings), 'findings')} at {counted(lines, 'lines')} of the step"
     return _modules(findings, shape, reason + "; once they are fixed, stepgraph.capture fits.")
 
 

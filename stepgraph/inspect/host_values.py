@@ -40,6 +40,7 @@ from stepgraph.step.rehearsal import Rehearsal
 from stepgraph.values.naming import Label
 from stepgraph.values.parts import Place, attribute_of, by_identity, default_of, in_slot, is_bytes, item_at, result_of
 from stepgraph.values.walk import MAX_ITEMS, Walk, Wants
+from stepgraph.wording import with_article
 
 _STEP_DOWN = 0.875
 _STEP_UP = 1.125
@@ -176,7 +177,7 @@ class _Finder:
         elif is_numpy(type(value), "ndarray"):
             self.values.append(_of_array(str(label), value))
         elif is_bytes(value, sys.maxsize):
-            shown, is_compared = f"a {type(value).__name__}", is_bytes(value, MAX_ITEMS)
+            shown, is_compared = with_article(type(value)), is_bytes(value, MAX_ITEMS)
             made = HostValue(str(label), shown, obstacle=_SHARED, asked=(MISSING,), is_compared=is_compared)
             self.values.append(made)
         elif wants is not None and (own := attributes_of(value)) is not None:
@@ -346,9 +347,9 @@ def _why_array_stays(array: Any) -> str:
     while is_numpy(type(owner.base), "ndarray"):
         owner = owner.base
     if not owner.flags.owndata:  # a file, a tensor, another library's buffer
-        return f"cannot be moved: it is in the memory of another object, a {type(owner.base).__name__}"
+        return f"cannot be moved: it is in the memory of another object, {with_article(type(owner.base))}"
     numpy = sys.modules["numpy"]
-    return "" if type(array) is numpy.ndarray else f"cannot be moved: a {type(array).__name__} may refuse or do more"
+    return "" if type(array) is numpy.ndarray else f"cannot be moved: {with_article(type(array))} may refuse or do more"
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,7 +411,7 @@ def _host_value(name: str, value: Any, put: Callable[[Any], _Undo] | None) -> Ho
         other = str.__add__(value, "?") if issubclass(kind, str) else bytes.__add__(value, b"?")
         return HostValue(name, shown, put=put, obstacle=_TEXT, asked=(other,))
     near, far = _moves(value)
-    obstacle = "" if near else f"a {kind.__name__} cannot be given another value"
+    obstacle = "" if near else f"{with_article(kind)} cannot be given another value"
     is_flag = kind is bool or issubclass(kind, enum.Enum) or is_numpy(kind, "bool_")
     return HostValue(name, shown, near, far, put=put, obstacle=obstacle, is_flag=is_flag)
 

@@ -8,6 +8,7 @@ from stepgraph.errors import Location
 from stepgraph.inspect.findings import Seen
 from stepgraph.inspect.step_state import Line
 from stepgraph.oplog import Difference, Log, differences
+from stepgraph.wording import counted
 
 __all__ = ["StepHistory", "branch_of", "changes"]
 
@@ -54,7 +55,7 @@ def changes(before: Sequence[Log], now: Sequence[Log]) -> Iterator[tuple[str, Di
                     yield "varying-operations" if found.kind == "operation" else "varying-shape", found
                 return
     if len(before) != len(now):
-        told = [f"{len(logs)} microbatches" for logs in (before, now)]
+        told = [counted(len(logs), "microbatches") for logs in (before, now)]
         yield "varying-operations", Difference(0, "the step", None, *told)
 
 

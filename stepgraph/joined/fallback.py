@@ -40,10 +40,11 @@ from stepgraph.modules.report import ModuleReport, ModuleRow, report_on
 from stepgraph.modules.session import ModuleSession
 from stepgraph.observe.step_objects import StepObjects
 from stepgraph.pair.module_method import called_method, put_in_place
-from stepgraph.session.report import quantities, with_counts
+from stepgraph.session.report import with_counts
 from stepgraph.session.session import Session
 from stepgraph.step.options import StepOptions
 from stepgraph.step.site import Site
+from stepgraph.wording import counted, quantities
 
 BUDGET = 60.0
 """Seconds for the trials of one search."""
@@ -171,7 +172,7 @@ class ModuleFallback:
         found, causes = self._partition, self._partition.causes()
         eager = _listed(patterns(tuple(causes), self._paths))
         if found.chosen:
-            graphed = f"{quantities(modules=len(found.chosen))} get graphs: {_listed(found.scope())}"
+            graphed = f"{counted(len(found.chosen), 'modules get', 'module gets')} graphs: {_listed(found.scope())}"
             rest = f"\n  eager: {eager}" if causes else ""
             warn_user(f"{self._name}: {graphed}   [eager-module]{rest}\nprint(step.report()) says why.")
         else:
@@ -219,7 +220,7 @@ class FallbackReport(ModuleReport):
         if not self.rows:
             return f"no module has a graph yet; the next call {self.stage}"
         calls = self.replays + self.eager_calls
-        return f"{quantities(modules=len(self.rows))} graphed, {self.replays} of {calls} calls replayed"
+        return f"{quantities(modules=len(self.rows))} graphed, {self.replays} of {counted(calls, 'calls')} replayed"
 
     def facts(self) -> tuple[str, list[tuple[str, str]]]:
         """Return one row for the modules of each pattern, and the reasons of those that stay eager."""

@@ -37,9 +37,10 @@ from stepgraph.modules.session import ModuleSession
 from stepgraph.modules.static_buffers import CudagraphBufferMetadata, static_buffers
 from stepgraph.pair.module_method import called_method, put_in_place
 from stepgraph.session.options import checked
-from stepgraph.session.report import outline, quantities
+from stepgraph.session.report import outline
 from stepgraph.signature import argument_names
 from stepgraph.tracebacks import entry_point, trim
+from stepgraph.wording import quantities, with_article
 
 _KEYWORDS = ("eager", "cache_key")
 """Keywords of an installed method that are not passed on."""
@@ -252,7 +253,7 @@ def _called_as_forward(module: Any) -> InvalidArgument:
 
 
 def _described(module: Any) -> str:
-    return "no module" if module is None else f"a {type(module).__name__}"
+    return "no module" if module is None else with_article(type(module))
 
 
 def _called_inside(module: torch.nn.Module) -> InvalidArgument:

@@ -26,6 +26,7 @@ from stepgraph.step.refusals import refuse_no_step
 from stepgraph.step.report import Report
 from stepgraph.step.step import CapturedStep
 from stepgraph.tracebacks import entry_point, trim
+from stepgraph.wording import with_article
 
 
 class OptimizerCudaGraphWrapper:
@@ -115,7 +116,7 @@ def _owner_of(function: Any) -> Any:
     """The object whose method this is; also of an optimizer's step that a learning rate scheduler has wrapped."""
     if not callable(function):
         raise InvalidArgument(
-            f"optimizer_step_func is a {type(function).__name__}, which cannot be called",
+            f"optimizer_step_func is {with_article(type(function))}, which cannot be called",
             rule="option",
             why="it must be the function that steps the optimizer.",
             fix="pass OptimizerCudaGraphWrapper(optimizer.step), without the brackets of a call.",

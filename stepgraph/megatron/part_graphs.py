@@ -93,7 +93,7 @@ class PartGraphs:
             raise InvalidArgument(
                 f"`{self.part.path}` is called, and no current microbatch was set",
                 rule="current-microbatch",
-                why=f"each of {len(self.graphs)} microbatches has graphs of its own.",
+                why="each microbatch has graphs of its own.",
                 fix="call stepgraph.set_current_microbatch(model, microbatch_id) before each forward, from 0.",
             )
         raise InvalidArgument(

@@ -19,9 +19,10 @@ from stepgraph.modules.session import ModuleSession
 from stepgraph.modules.static_buffers import CudagraphBufferMetadata, static_buffers
 from stepgraph.pair.module_method import called_method, put_in_place
 from stepgraph.session.options import Audit, Hook, Outputs, PairOnError, expect, reads_options, renamed
-from stepgraph.session.report import outline, quantities
+from stepgraph.session.report import outline
 from stepgraph.session.session import Session
 from stepgraph.tracebacks import entry_point
+from stepgraph.wording import quantities, with_article
 
 
 def _older_names(given: dict[str, Any]) -> None:
@@ -75,7 +76,7 @@ def graph_modules(
     """
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgument(
-            f"graph_modules was given {model!r}, a {type(model).__name__}, but it graphs parts of a torch.nn.Module",
+            f"graph_modules was given {model!r}, {with_article(type(model))}, but it graphs parts of a torch.nn.Module",
             rule="option",
             why="a scope names modules inside a model.",
             fix="call graph_modules(model, scope). For a function use stepgraph.capture(function).",

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepgraph.modules.session import ModuleSession
-from stepgraph.session.report import GraphReport, quantities, sum_known, with_counts
+from stepgraph.session.report import GraphReport, sum_known, with_counts
+from stepgraph.wording import quantities
 
 
 @dataclass(frozen=True, slots=True)

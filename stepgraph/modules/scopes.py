@@ -19,6 +19,7 @@ import torch
 from stepgraph.config.scope import read_scope as read_scope
 from stepgraph.errors import InvalidArgument, nearest
 from stepgraph.tracebacks import entry_point
+from stepgraph.wording import with_article
 
 WORDS = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 _FULL_ITERATION = "full_iteration"
@@ -256,7 +257,7 @@ def _no_such_part(word: str, tails: Sequence[str], layer: torch.nn.Module) -> In
     kind, tail = type(layer).__name__, " or ".join(tails)
     near = nearest(tail, [path for path, _ in layer.named_modules() if path])
     return InvalidArgument(
-        f"{word!r} is registered as {tail!r} for {kind}, and a {kind} has no such submodule or method",
+        f"{word!r} is registered as {tail!r} for {kind}, and {with_article(kind)} has no such submodule or method",
         rule="scope",
         details=[f"submodules  {', '.join(name for name, _ in layer.named_children()) or 'none'}"],
         why=f"the scope names {word!r}, and nothing of {kind} would be graphed.",

@@ -27,6 +27,7 @@ from stepgraph.collector import address, addresses, collector_at_rest, objects_o
 from stepgraph.observe.finder import Spot, spots_of
 from stepgraph.plain import attributes_of
 from stepgraph.values.naming import Label
+from stepgraph.wording import with_article
 
 _SEARCHING = threading.RLock()
 """One search at a time: a list of one search would look to another like a place that keeps tensors."""
@@ -188,7 +189,7 @@ def _place(container: Any, item: str = "") -> Place | None:
         return None
     for owner, name in owners:
         return Place(Label(f"{_spell(owner)}.{name}{item}"))
-    return Place(Label(f"a {type(container).__name__}{item}"), is_named=False)
+    return Place(Label(f"{with_article(type(container))}{item}"), is_named=False)
 
 
 def _is_users(owner: Any) -> bool:

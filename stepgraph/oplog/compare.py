@@ -12,6 +12,7 @@ import torch
 
 from stepgraph.errors import Location
 from stepgraph.oplog.log import BY_VALUE, FIELDS, RESULTS, TENSOR, Log, location_of
+from stepgraph.wording import counted
 
 _NOTHING = ("nothing", "")
 _FORM = ("shape", "dtype", "device", "layout")
@@ -165,7 +166,7 @@ def _changes(before: tuple[Any, ...], now: tuple[Any, ...]) -> Iterator[tuple[st
         if one != two:
             name = f"tensor {position}"
             if one is None or two is None:
-                yield f"{len(before[2])} tensors", f"{len(now[2])} tensors"
+                yield counted(len(before[2]), "tensors"), counted(len(now[2]), "tensors")
             elif one[0] != two[0]:
                 yield f"{name} is {_which(one[0])}", f"{name} is {_which(two[0])}"
             else:
@@ -198,7 +199,9 @@ def _which(which: tuple[Any, ...]) -> str:
     kind, rest = which[0], which[1:]
     if kind == "made":
         scope, ago = rest
-        return {"": f"what was made {ago} results ago", "host": "made on the host"}.get(scope, f"made by {scope}")
+        return {"": f"what was made {counted(ago, 'results')} ago", "host": "made on the host"}.get(
+            scope, f"made by {scope}"
+        )
     if kind == "number":
         return _value(rest[0])
     return {

@@ -19,6 +19,7 @@ from numbers import Integral
 from typing import overload
 
 from stepgraph.errors import InvalidArgument
+from stepgraph.wording import counted
 
 
 def is_count(value: object, least: int = 0) -> bool:
@@ -80,8 +81,9 @@ class Order(Sequence[float]):
         self.numbers: tuple[float, ...] = tuple(numbers)
         self.microbatches: tuple[int, ...] = tuple(microbatches)
         if len(self.numbers) != len(self.microbatches):
+            entries, places = counted(len(self.numbers), "entries"), counted(len(self.microbatches), "microbatches")
             raise invalid(
-                f"an order of {len(self.numbers)} entries and {len(self.microbatches)} microbatches",
+                f"an order of {entries} and {places}",
                 why="an `Order` names the microbatch of each entry.",
                 fix="pass as many microbatches as numbers.",
             )

@@ -19,6 +19,7 @@ from collections.abc import Hashable, Sequence
 from stepgraph.order.entries import Entry, Kind, invalid
 from stepgraph.order.validate import count_microbatches, read_order
 from stepgraph.tracebacks import entry_point
+from stepgraph.wording import counted, with_article
 
 
 def samples_of(entry: Entry, num_layers_per_chunk: Sequence[int], num_microbatches: int) -> range:
@@ -86,7 +87,7 @@ def _one_a_sample(
             hash(signature)
         except TypeError:
             raise invalid(
-                f"signatures[{index}] is a {type(signature).__name__}, which cannot be looked up",
+                f"signatures[{index}] is {with_article(type(signature))}, which cannot be looked up",
                 why="free buffers are found by signature.",
                 fix="pass values with a hash, such as tuples of shape and dtype.",
             ) from None
@@ -95,8 +96,8 @@ def _one_a_sample(
     if len(signatures) == num_layers:
         return [signatures[layer] for layer in layers_of_samples(num_layers_per_chunk, num_microbatches)]
     raise invalid(
-        f"{len(signatures)} signatures for {num_samples} samples",
-        details=(f"samples   {num_layers} layers x {num_microbatches} microbatches",),
+        f"{counted(len(signatures), 'signatures')} for {counted(num_samples, 'samples')}",
+        details=(f"samples   {counted(num_layers, 'layers')} x {counted(num_microbatches, 'microbatches')}",),
         why="samples share a buffer only if their signatures are equal, so each needs one.",
-        fix=f"pass {num_samples} signatures, one a sample, or {num_layers}, one a layer.",
+        fix=f"pass {counted(num_samples, 'signatures')}, one a sample, or {num_layers}, one a layer.",
     )

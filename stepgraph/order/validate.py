@@ -17,6 +17,7 @@ from typing import Any
 from stepgraph.errors import InvalidArgument
 from stepgraph.order.entries import Entry, Kind, Order, invalid, is_count
 from stepgraph.tracebacks import entry_point
+from stepgraph.wording import counted
 
 _SHOWN = 10
 """Entries shown on each side of the one that is pointed at."""
@@ -220,8 +221,8 @@ def _check_layers(order: Sequence[float], entries: Sequence[Entry], num_layers_p
     num_chunks = len(num_layers_per_chunk)
     largest = max(entries, key=lambda e: e.chunk)
     if largest.chunk != num_chunks:
-        fix = f"pass {largest.chunk} numbers in num_layers_per_chunk, one a chunk of the order."
+        fix = f"pass {counted(largest.chunk, 'numbers')} in num_layers_per_chunk, one a chunk of the order."
         if largest.chunk == sum(num_layers_per_chunk):
             fix = f"if this is an order of layers, each is a chunk: num_layers_per_chunk=[1] * {largest.chunk}."
-        what = f"the {largest}, and num_layers_per_chunk has {num_chunks} {'chunk' if num_chunks == 1 else 'chunks'}"
+        what = f"the {largest}, and num_layers_per_chunk has {counted(num_chunks, 'chunks')}"
         raise _refuse(order, entries.index(largest), what, f"chunks 1 to {num_chunks}, each of them", fix)

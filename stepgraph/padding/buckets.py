@@ -21,6 +21,7 @@ import torch
 
 from stepgraph.errors import InvalidArgument
 from stepgraph.signature import describe_leaf, tensor_key
+from stepgraph.wording import counted
 
 Sizes: TypeAlias = tuple[int, ...]
 Choice: TypeAlias = tuple[int, ...]
@@ -94,7 +95,7 @@ class Buckets:
     def describe(self) -> str:
         """The groups' sizes in a line: `[128, 256] x [1, 2, 4]: 6 graphs`."""
         lists = " x ".join(str(list(sizes)) for sizes in self.groups)
-        return f"{lists}: {self.num_choices} graph{'s' * (self.num_choices != 1)}"
+        return f"{lists}: {counted(self.num_choices, 'graphs')}"
 
     def check_limit(self, max_graphs: int) -> None:
         """Refuse more combinations than graphs are allowed: all given sizes are captured."""

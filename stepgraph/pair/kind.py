@@ -22,6 +22,7 @@ from stepgraph.ran import ExecutedCode
 from stepgraph.session.proof import Shown
 from stepgraph.signature import Signature, is_plain
 from stepgraph.tree import Structure, paths
+from stepgraph.wording import counted
 
 
 class CallKind:
@@ -62,7 +63,8 @@ def equality(kinds: Collection[CallKind], audits: int) -> str:
     if not kinds:
         return "nothing captured"
     counts = Counter(kind.proof.shown for kind in kinds)
-    told = [f"{counts[Shown.EQUAL]} of {len(kinds)} kinds of calls run the operations of their eager calls"]
+    kinds_of_calls = counted(len(kinds), "kinds of calls", "kind of calls")
+    told = [f"{counts[Shown.EQUAL]} of {kinds_of_calls} run the operations of their eager calls"]
     if counts[Shown.OTHER_PATH]:
         told.append(f"{counts[Shown.OTHER_PATH]} take another path [other-path]")
     if counts[Shown.NOT]:

@@ -144,7 +144,7 @@ class PairTarget:
         refuse_sharded(self.name, self._modules, "module")
 
     def check_capturable(self, ambient: tuple[Hashable, ...]) -> None:
-        """Raise for FSDP, for hooks on modules inside and for saved tensors, which replays would not run, and for other flags."""
+        """Raise for FSDP, for hooks on modules inside and for saved tensors, which no replay runs, and for other flags."""
         self.refuse_sharded()
         names = {id(module): name for name, module in self.named_modules().items()}
         refuse_hooks(self.name, self._called_inside(), self.options.safe_hooks, lambda m: names[id(m)])

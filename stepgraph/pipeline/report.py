@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from stepgraph.session.report import GraphReport, quantities, with_counts
+from stepgraph.session.report import GraphReport, with_counts
+from stepgraph.wording import quantities
 
 
 @dataclass(frozen=True, slots=True)

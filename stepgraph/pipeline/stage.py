@@ -42,6 +42,7 @@ from stepgraph.session.report import outline
 from stepgraph.session.session import Session
 from stepgraph.signature import reason_for_eager, saved_tensor_hooks
 from stepgraph.tracebacks import trim
+from stepgraph.wording import counted
 
 
 @reads_options(PairOptions)
@@ -299,7 +300,7 @@ class GraphedStages:
 
     def __repr__(self) -> str:
         graphs = sum(row.graphs for row in self.report().rows)
-        what, replays = f"{len(self.managers)} graphed stages", self.steps["replay"]
+        what, replays = counted(len(self.managers), "graphed stages"), self.steps["replay"]
         return outline(what, self.steps.total(), replays, graphs, is_closed=self._shared.is_closed)
 
     def report(self) -> StageReport:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from stepgraph.wording import counted
+
 __all__ = ["Digest", "Gap", "digest", "measure", "same_bits", "same_form"]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -94,7 +96,7 @@ class Gap:
     def __str__(self) -> str:
         if self.max_abs is None:
             return self.note or "by an amount that is not known"
-        parts = [f"{self.differing} of {self.elements} elements", f"max abs {self.max_abs:.3g}"]
+        parts = [f"{self.differing} of {counted(self.elements, 'elements')}", f"max abs {self.max_abs:.3g}"]
         parts += [f"max rel {self.max_rel:.3g}"] if self.max_rel is not None else []
         parts += [f"{self.max_ulp} ulp"] if self.max_ulp is not None else []
         return ", ".join([*parts, *([self.note] if self.note else [])])

@@ -13,6 +13,7 @@ from stepgraph.proof.compare import Comparison
 from stepgraph.proof.costs import Cost
 from stepgraph.proof.trace import Row
 from stepgraph.session.report import render, size_of
+from stepgraph.wording import counted
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -76,7 +77,7 @@ class VerifyReport:
     def sentence(self) -> str:
         """The verdict in a sentence."""
         found, values = self.comparison, sum(row.num_values for row in self.comparison.rows)
-        compared = f"{self.subject}: {values} values after each of {found.steps} steps"
+        compared = f"{self.subject}: {counted(values, 'values')} after each of {counted(found.steps, 'steps')}"
         match self.verdict:
             case Verdict.EQUAL:
                 return f"{compared} have eager's bits"

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from stepgraph import wording
 from stepgraph.backends import Backend, backend_for
 from stepgraph.backends.threads import replaced
 from stepgraph.callables.graphed import GraphedCallable
@@ -115,7 +116,7 @@ class _Subject:
         """Say what was graphed, and why it was not replayed."""
         parts = [f"`{_name_of(one)}`" for one in self.graphed if not isinstance(one, CapturedStep)]
         named = ", ".join(parts[:_MAX_NAMED]) + (f" and {len(parts) - _MAX_NAMED} more" * (len(parts) > _MAX_NAMED))
-        graphed = [f"graphed are {named}, with {self.replays} replays in all"] if parts else []
+        graphed = [f"graphed are {named}, with {wording.counted(self.replays, 'replays')} in all"] if parts else []
         return graphed + ([] if self.replays else eager_reasons(self.graphed))
 
     def hold(self, result: Any) -> None:

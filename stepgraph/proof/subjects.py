@@ -35,6 +35,7 @@ from stepgraph.proof.plainly import running_plainly
 from stepgraph.step.full_iteration import FullCudaGraphWrapper
 from stepgraph.step.step import CapturedStep
 from stepgraph.tree import flatten
+from stepgraph.wording import counted, with_article
 
 __all__ = ["Part", "Subject", "eager_reasons", "subject_of", "subject_of_call"]
 
@@ -78,7 +79,7 @@ def subject_of(step: Any, batch: tuple[Any, ...]) -> Subject:
         return _trained(step, step.original, step.name, "graphed callable", batch)
     if not callable(step):
         raise InvalidArgument(
-            f"verify was given {step!r}, a {type(step).__name__}, which is not a step",
+            f"verify was given {step!r}, {with_article(type(step))}, which is not a step",
             rule="option",
             why="a step is called on batches.",
             fix="pass a captured step, a function, a graphed model or callable.",
@@ -112,7 +113,7 @@ def eager_reasons(graphed: Iterable[Any]) -> list[str]:
     """Say why calls of captured steps ran eagerly; of graphed parts their own reports say so."""
     steps = [one for one in graphed if isinstance(one, CapturedStep)]
     found = {reason: count for step in steps for reason, count in step.report().eager_reasons.items()}
-    return [f"{count} calls ran eagerly: {reason}" for reason, count in found.items()]
+    return [f"{counted(count, 'calls')} ran eagerly: {reason}" for reason, count in found.items()]
 
 
 def _spread(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -136,7 +137,7 @@ def _is_graphed(value: Any) -> bool:
 
 def _part_of_a_schedule(step: Any) -> InvalidArgument:
     return InvalidArgument(
-        f"verify was given a {type(step).__name__}, which is a part of a training step",
+        f"verify was given {with_article(type(step))}, which is a part of a training step",
         rule="option",
         why="its schedule, and not the part alone, decides what a step is.",
         fix="pass the function that runs one step: verify(lambda x, y: schedule.step(x, target=y), batches).",

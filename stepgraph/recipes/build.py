@@ -26,6 +26,7 @@ from stepgraph.models import (
     VisionMoEConfig,
 )
 from stepgraph.models.language_model import Config
+from stepgraph.wording import counted
 
 _POSITIONS = {"rope": "rope", "yarn": "rope", "learned_absolute": "learned", "none": "none"}
 _GATED = {"silu": "swiglu", "clamped_swiglu": "clamped_swiglu"}
@@ -158,7 +159,9 @@ def _experts(model: ModelSection) -> dict[str, Any]:
     freq = model.moe_layer_freq
     has_experts = [layer % freq == 0 for layer in range(model.num_layers)] if isinstance(freq, int) else list(freq)
     if len(has_experts) != model.num_layers:
-        raise ValueError(f"`moe_layer_freq` has {len(has_experts)} entries for {model.num_layers} layers")
+        raise ValueError(
+            f"`moe_layer_freq` has {counted(len(has_experts), 'entries')} for {counted(model.num_layers, 'layers')}"
+        )
     factor = model.moe_expert_capacity_factor
     capacity = {} if factor is None else {"capacity_factor": factor}
     if factor is None:

@@ -21,6 +21,7 @@ from stepgraph.config.sections import MixedPrecisionSection
 from stepgraph.errors import InvalidArgument
 from stepgraph.recipes.layers import fewest_layers, with_layers
 from stepgraph.recipes.memory import MemoryEstimate, estimate_memory, state_memory
+from stepgraph.wording import counted
 
 SHARE = 0.6
 """The part of the free memory that is planned with."""
@@ -237,7 +238,7 @@ def _cuts(before: ConfigContainer, after: ConfigContainer) -> tuple[Cut, ...]:
 
 def _too_large(cfg: ConfigContainer, estimate: MemoryEstimate, budget: int) -> InvalidArgument:
     return InvalidArgument(
-        f"the smallest cut, {cfg.model.num_layers} layers, does not fit",
+        f"the smallest cut, {counted(cfg.model.num_layers, 'layers')}, does not fit",
         rule="fit",
         details=[f"needed     {_gib(estimate.total)}", f"available  {_gib(budget)} ({SHARE:.0%} of what is free)"],
         why="layers and experts are cut, widths and the sequence are not.",

@@ -1,4 +1,4 @@
-"""Runs in the script's process, which begins in `start`.
+"""Runs in the script's process, which begins in `start`, below its `keeper`.
 
 The script becomes `__main__` (`main_module`). Around it the probe watches, files are listed (`files`), and without a
 GPU `cuda` stands for the CPU (`cuda_on_cpu`). However the script ends, the probe's result and the script's own
@@ -8,10 +8,8 @@ traceback, without our frames, are appended to the answer file.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -23,11 +21,12 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from stepgraph.errors import StepgraphError
+from stepgraph.script.keeper import keep
 from stepgraph.script.request import Request, Status, append
+from stepgraph.torch_import import importing_torch
 
 __all__ = ["EarlyStop", "RunningChild", "main"]
 
-_PR_SET_PDEATHSIG = 1
 _PASSES_ON = "__torch_function__"
 """The name of a function of ours that only passes calls of torch on, where `cuda` stands for the CPU."""
 
@@ -272,16 +271,11 @@ def make_probe(name: str, running: RunningChild) -> Any:
     return getattr(importlib.import_module(module), kind)(running)
 
 
-def end_with_parent() -> None:
-    """Ask the kernel to kill this process if its parent is killed, and cannot end the group any more."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-
-
 def main(request_file: str) -> None:
     """Run a request."""
-    end_with_parent()
-    import torch
+    keep()
+    with importing_torch():
+        import torch
 
     request = Request.from_json(Path(request_file).read_text(encoding="utf-8"))
     running = RunningChild(request, is_cuda_mapped=not torch.cuda.is_available())

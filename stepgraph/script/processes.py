@@ -32,7 +32,25 @@ def end_group(leader: int, poll: Callable[[], object]) -> None:
         while _are_alive(leader, family, poll) and time.monotonic() < until:
             time.sleep(0.02)
     finally:
-        _signal_all(leader, family, signal.SIGKILL)
+        _signal_all(leader, family | _family(leader), signal.SIGKILL)
+
+
+def end_below(pid: int, reap: Callable[[], object]) -> None:
+    """End all processes below this one, which is given those whose parents have ended. `reap` waits for its children.
+
+    They are asked first, and killed after some seconds, with what they have started meanwhile.
+    """
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        asked: set[int] = set()
+        until = time.monotonic() + GRACE_S
+        reap()
+        while (left := _family(pid) - {pid}) and time.monotonic() < until:
+            for other in left if number == signal.SIGKILL else left - asked:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(other, number)
+            asked |= left
+            time.sleep(0.05)
+            reap()
 
 
 def _family(pid: int) -> set[int]:
@@ -42,6 +60,8 @@ def _family(pid: int) -> set[int]:
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended meanwhile
             fields = entry.read_text().rpartition(")")[2].split()
+            if fields[0] == "Z":
+                continue
             number = int(entry.parent.name)
             parents[number] = int(fields[1])
             if int(fields[3]) == pid:

@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 from stepgraph.errors import InvalidArgument, NoStepError, ScriptError
+from stepgraph.script.files import CACHES
 from stepgraph.script.processes import GRACE_S, end_group, own_program
 from stepgraph.script.ranks import exchanged, meeting, rank
 from stepgraph.script.request import Answer, Outcome, Request, Script, Status, WrittenFile
@@ -77,7 +78,7 @@ def run_script(
         process = subprocess.Popen(
             own_program("stepgraph.script.child", str(file)),
             stdout=2 if stdout_to_stderr else None,
-            env=os.environ | OFFLINE | meeting(script.timeout),
+            env=os.environ | OFFLINE | _caches(script, folder) | meeting(script.timeout),
             start_new_session=True,
         )
         try:
@@ -148,6 +149,11 @@ def _refuse_no_module(name: str) -> None:
         return
     if not root or importlib.util.find_spec(root) is None:
         raise InvalidArgument(f"-m {name}: Python finds no module of that name", rule="script-missing")
+
+
+def _caches(script: Script, folder: str) -> dict[str, str]:
+    """Where torch keeps what it compiles: with `--no-write`, in the folder of this run, which is deleted after it."""
+    return {} if script.writes else {name: os.path.join(folder, name.lower()) for name in CACHES}
 
 
 def _waited(process: subprocess.Popen[bytes], answer: Path, timeout: float) -> bool:

@@ -20,6 +20,7 @@ from stepgraph.errors import InvalidArgument, nearest
 from stepgraph.frames import warn_user
 from stepgraph.session.session import Session
 from stepgraph.tracebacks import entry_point
+from stepgraph.wording import with_article
 
 Audit = Literal["auto", False] | int
 OnError = Literal["raise", "eager", "modules"]
@@ -207,7 +208,7 @@ def expect(name: str, value: Any, kinds: tuple[type, ...], why: str, fix: str) -
     """Refuse an option that is given and is not of these classes."""
     if value is not None and not isinstance(value, kinds):
         expected = " or ".join(kind.__name__ for kind in kinds)
-        raise InvalidArgument(f"{name}={value!r} is not a {expected}", rule="option", why=why, fix=fix)
+        raise InvalidArgument(f"{name}={value!r} is not {with_article(expected)}", rule="option", why=why, fix=fix)
 
 
 _PLACES: dict[str, tuple[tuple[type, ...], str, str]] = {

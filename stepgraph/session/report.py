@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stepgraph.session.session import Session
+from stepgraph.wording import counted
 
 _NO_BACKEND = "not chosen yet"
 _WIDTH = 100
@@ -59,7 +60,7 @@ class GraphReport(ABC):
         rest, refused = sum(reasons.values()), sum(self.refused.values())
         if not replays + rest + refused:
             return next((f"no graphs, all calls run eagerly: {why}" for why in reasons), f"no {self.counted} yet")
-        share = f"{replays} of {replays + rest + refused} {self.counted} replayed"
+        share = f"{replays} of {counted(replays + rest + refused, self.counted)} replayed"
         if refused:
             share += f"; {refused} refused with an error [{max(self.refused, key=lambda rule: self.refused[rule])}]"
         if not rest:
@@ -122,20 +123,10 @@ def outline(what: str, calls: int, replays: int, graphs: int, *, is_closed: bool
     return f"<{what}: {counts}{', closed' if is_closed else ''}>"
 
 
-def quantities(**counts: int | None) -> str:
-    """Join counts with their names, given in the plural; counts that are zero or unknown are left out."""
-    return ", ".join(counted(count, name.replace("_", " ")) for name, count in counts.items() if count)
-
-
 def sum_known(counts: Sequence[int | None]) -> int | None:
     """Return the sum of counts, or None if one of them is not known."""
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
-
-
-def counted(count: int, name: str) -> str:
-    """Return a count with its name, which is given in the plural."""
-    return f"{count} {name.removesuffix('s') if count == 1 else name}"
 
 
 def size_of(count: int) -> str:

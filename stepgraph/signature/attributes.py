@@ -16,6 +16,7 @@ import torch
 
 from stepgraph.errors import InvalidArgument
 from stepgraph.plain import is_plain, token
+from stepgraph.wording import with_article
 
 _MARKS = (
     *("_dynamo_", "_has_dynamo_", "_specialize_on"),
@@ -85,7 +86,7 @@ def as_given(made: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
     if type(made) is not type(given):
         if _is_wrapper(type(given)):
             raise InvalidArgument(
-                f"an argument is a {type(given).__name__}, and a buffer for it is a {type(made).__name__}",
+                f"an argument is {with_article(type(given))}, and a buffer for it is {with_article(type(made))}",
                 rule="tensor-class",
                 why="a step is captured on buffers in the place of its arguments, and may treat them differently.",
                 fix="pass plain tensors, and put them together inside the step.",
@@ -110,7 +111,7 @@ def refuse_unlike_buffers(leaves: Sequence[Any], names: Sequence[str]) -> None:
             )
         for attribute, kind in attributes_on(leaf).others.items():
             raise InvalidArgument(
-                f"`{name}` has an attribute `{attribute}` that is a {kind.__name__}",
+                f"`{name}` has an attribute `{attribute}` that is {with_article(kind)}",
                 rule="tensor-attribute",
                 why="the argument is copied into a buffer; its attribute would be that of the capture at every "
                 "replay, unless it is a plain value (a number, a string, an enum, a tuple of these).",

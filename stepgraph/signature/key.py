@@ -24,6 +24,7 @@ from stepgraph.signature.ambient import AMBIENT_NAMES
 from stepgraph.signature.attributes import NONE, Attributes, attributes_in, attributes_on, refuse_unlike_buffers
 from stepgraph.signature.memory import Alignment, alignment_of
 from stepgraph.tree import Structure, argument_name, hidden_tensor, paths
+from stepgraph.wording import with_article
 
 
 class Described:
@@ -251,7 +252,7 @@ def refuse_tensor_classes(leaves: Sequence[Any], names: Sequence[str]) -> None:
             continue
         if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_nested:
             raise InvalidArgument(
-                f"`{name}` is a {type(leaf).__name__} of layout {str(leaf.layout).removeprefix('torch.')}",
+                f"`{name}` is {with_article(type(leaf))} of layout {str(leaf.layout).removeprefix('torch.')}",
                 rule="tensor-class",
                 fix="pass and return plain tensors, and put them together elsewhere.",
             )

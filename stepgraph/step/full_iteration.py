@@ -34,6 +34,7 @@ from stepgraph.step.static_loader import StaticBufferLoader, StaticMicrobatches
 from stepgraph.step.step import CapturedStep
 from stepgraph.tracebacks import entry_point, trim
 from stepgraph.tree import flatten
+from stepgraph.wording import counted, with_article
 
 _STAGES = ("training", "validation")
 """The stages of a run, without and with `forward_only`."""
@@ -282,7 +283,7 @@ def _check_read(data_iterator: Any, num_microbatches: int) -> None:
 
 def _read_otherwise(received: str, num_microbatches: int) -> InvalidArgument:
     return InvalidArgument(
-        f"the iteration takes {received} of {num_microbatches} microbatches from a data iterator",
+        f"the iteration takes {received} of {counted(num_microbatches, 'microbatches')} from a data iterator",
         rule="microbatches",
         why="stepgraph reads exactly num_microbatches items from it before the iteration runs.",
         fix="call next(data_iterator) once a microbatch, and put all that a microbatch needs into one item.",
@@ -310,7 +311,7 @@ def _warmup_steps(given: int | None, config: Any) -> int:
 def _check(forward_backward_func: Any, optimizers: Any) -> None:
     if not callable(forward_backward_func):
         raise InvalidArgument(
-            f"forward_backward_func is a {type(forward_backward_func).__name__}, which cannot be called",
+            f"forward_backward_func is {with_article(type(forward_backward_func))}, which cannot be called",
             rule="option",
             why="it must be the function that runs all microbatches of an iteration.",
             fix="pass FullCudaGraphWrapper(get_forward_backward_func(), ...), with the brackets of the call.",
@@ -318,7 +319,7 @@ def _check(forward_backward_func: Any, optimizers: Any) -> None:
     for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
         if not isinstance(optimizers, (list, tuple)) or not _can_step(optimizer):
             raise InvalidArgument(
-                f"optimizers: a {type(optimizer).__name__} is not a list of objects with zero_grad() and step()",
+                f"optimizers: {with_article(type(optimizer))} is not a list of objects with zero_grad() and step()",
                 rule="option",
                 why="each training iteration calls both.",
                 fix="pass the optimizer itself, optimizers=[optimizer]. The option optimizer= says where it runs.",

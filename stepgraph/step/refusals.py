@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from stepgraph.errors import InvalidArgument
+from stepgraph.wording import with_article
 
 
 def refuse_no_step(step: Any) -> None:
@@ -29,7 +30,10 @@ def refuse_no_step(step: Any) -> None:
         )
         fix = "call optimizer.step() in a function together with the backward, and capture that function."
     elif not callable(step):
-        what, why = f"capture got {step!r}, a {kind}, which cannot be called", "capture records what a call does."
+        what, why = (
+            f"capture got {step!r}, {with_article(kind)}, which cannot be called",
+            "capture records what a call does.",
+        )
         fix = "put @stepgraph.capture below @classmethod." if isinstance(step, classmethod) else fix
     elif _is(step, inspect.iscoroutinefunction, inspect.isasyncgenfunction):
         what, why = f"the step {_name(step)} is async", "await runs on the host, and a replay runs no Python."

@@ -9,10 +9,11 @@ from typing import Any
 
 from stepgraph.native.library import native_row
 from stepgraph.session.proof import Shown
-from stepgraph.session.report import GraphReport, backend_name, quantities, sum_known, with_counts
+from stepgraph.session.report import GraphReport, backend_name, sum_known, with_counts
 from stepgraph.session.session import Session
 from stepgraph.step.options import StepOptions
 from stepgraph.step.site import Site
+from stepgraph.wording import quantities
 
 _NOT_COMPARED = "not known: no graph is left (docs/equality.md shows how to compare your program)"
 _SHOWN = {

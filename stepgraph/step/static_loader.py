@@ -27,6 +27,7 @@ from stepgraph.signature.memory import memory_of
 from stepgraph.step.arguments import StepArguments
 from stepgraph.tracebacks import entry_point, trim
 from stepgraph.tree import Structure, flatten, paths, unflatten
+from stepgraph.wording import counted, with_article
 
 _READ_FIRST = "stepgraph reads all microbatches of an iteration into static buffers before the iteration runs."
 
@@ -256,7 +257,7 @@ def _checked(iterators: list[Any]) -> list[Any]:
     for iterator in present:
         if not hasattr(iterator, "__next__"):
             raise InvalidArgument(
-                f"the data iterator is a {type(iterator).__name__}, which is not an iterator",
+                f"the data iterator is {with_article(type(iterator))}, which is not an iterator",
                 rule="microbatches",
                 why="stepgraph calls next(data_iterator). A list is read as one iterator per model chunk.",
                 fix="call iter(loader) once, keep the iterator, and pass it: a new one would start from the beginning.",
@@ -275,7 +276,7 @@ def _refuse_opaque(leaves: Sequence[Any], names: Sequence[str]) -> None:
     for name, leaf in zip(names, leaves, strict=True):
         if not isinstance(leaf, torch.Tensor) and not is_plain(leaf):
             raise InvalidArgument(
-                f"`{name}` is a {type(leaf).__name__}, whose contents stepgraph cannot read",
+                f"`{name}` is {with_article(type(leaf))}, whose contents stepgraph cannot read",
                 rule="opaque-argument",
                 why="stepgraph copies only tensors into static buffers; values inside such an object would be frozen.",
                 fix="yield dataclasses, dicts, tuples, tensors and plain values, or register the class with "
@@ -285,7 +286,7 @@ def _refuse_opaque(leaves: Sequence[Any], names: Sequence[str]) -> None:
 
 def _ended(chunk: int, num_read: int, num_microbatches: int) -> InvalidArgument:
     return InvalidArgument(
-        f"the data iterator of chunk {chunk} ended after {num_read} of {num_microbatches} microbatches",
+        f"the data iterator of chunk {chunk} ended after {num_read} of {counted(num_microbatches, 'microbatches')}",
         rule="microbatches",
         why=_READ_FIRST,
         fix="make the iterator endless, or stop before it ends; a last, shorter iteration needs its own "

@@ -22,6 +22,7 @@ from stepgraph.models.linear import backward_dw
 from stepgraph.train.data import Sample
 from stepgraph.train.optimizer import clip_gradients
 from stepgraph.train.reduction import average_gradients
+from stepgraph.wording import with_article
 
 
 class Result(NamedTuple):
@@ -127,7 +128,7 @@ class Finish:
 
 
 def _no_loss(out: Any, model: nn.Module) -> InvalidArgument:
-    found = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+    found = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else with_article(type(out))
     return InvalidArgument(
         f"{type(model).__name__}(tokens, targets) returned {found}, and the loop needs the loss",
         rule="option",

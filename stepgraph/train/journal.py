@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from stepgraph.errors import InvalidArgument
-from stepgraph.session.report import counted
 from stepgraph.train.ranks import Ranks
+from stepgraph.wording import counted
 
 FILE_NAME = "stepgraph-train.jsonl"
 

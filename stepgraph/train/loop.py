@@ -21,7 +21,6 @@ import torch
 from stepgraph.backends import Reading
 from stepgraph.errors import NonFinite
 from stepgraph.observe.nonfinite import FlagReader, flags_over
-from stepgraph.session.report import counted
 from stepgraph.train.checkpoint import checkpoints_in, save
 from stepgraph.train.data import Batches
 from stepgraph.train.implementations import Implementation
@@ -41,6 +40,7 @@ from stepgraph.train.ranks import Ranks
 from stepgraph.train.run_report import RunReport
 from stepgraph.train.setup import Checks
 from stepgraph.train.signals import SignalFlag
+from stepgraph.wording import counted
 
 OnEvent = Callable[[str, int], None]
 """Called before `warmup`, `capture`, `replay`, `evaluate` and `checkpoint`, with the number of iterations done."""

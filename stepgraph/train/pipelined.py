@@ -36,6 +36,7 @@ from stepgraph.train.implementations import Implementation, Work, choose
 from stepgraph.train.iteration import Finish, Result, autocasting
 from stepgraph.train.lora import LoRALinear
 from stepgraph.train.ranks import Ranks
+from stepgraph.wording import counted, with_article
 
 
 class StageModule(nn.Module):
@@ -101,11 +102,11 @@ def stages_of(model: nn.Module, ranks: Ranks, autocast: torch.dtype | None, num_
     num_stages = ranks.pipeline_size * num_chunks
     reason = fix = ""
     if type(model) is not GPT:
-        reason = f"a {type(model).__name__} is not divided into stages, only dense GPTs are"
+        reason = f"{with_article(type(model))} is not divided into stages, only dense GPTs are"
         fix = "model.kind=gpt without experts"
     elif len(model.blocks) < num_stages:
-        several = f" ({ranks.pipeline_size} ranks with {num_chunks} chunks each)" if num_chunks > 1 else ""
-        reason = f"{len(model.blocks)} layers are fewer than {num_stages} stages{several}"
+        several = f" ({ranks.pipeline_size} ranks with {counted(num_chunks, 'chunks')} each)" if num_chunks > 1 else ""
+        reason = f"{counted(len(model.blocks), 'layers are', 'layer is')} fewer than {num_stages} stages{several}"
         fix = f"model.num_layers={num_stages} or more"
     elif model.config.recompute_granularity is not None:
         reason = "layers of a stage are not recomputed (model.recompute_granularity)"
@@ -234,7 +235,7 @@ def refuse_schedule(cfg: Any, num_microbatches: int) -> None:
         reason = "the graph of an iteration would hold the transfers between stages (scope full_iteration)"
         raise _refused(reason, 'model.cuda_graph_scope=[] or words such as ["attn"]')
     if num_microbatches < size:
-        reason = f"{num_microbatches} microbatches are fewer than {size} stages"
+        reason = f"{counted(num_microbatches, 'microbatches are', 'microbatch is')} fewer than {size} stages"
         raise _refused(reason, "a larger train.global_batch_size")
     if num_chunks > 1 and num_microbatches % size:
         raise InvalidArgument(

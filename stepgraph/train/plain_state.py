@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from stepgraph.errors import InvalidArgument
+from stepgraph.wording import with_article
 
 _PLAIN = (bool, int, str)
 
@@ -56,7 +57,7 @@ def _encoded(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         items = [_encoded(inner, f"{path}.{index}", tensors) for index, inner in enumerate(value)]
         return {type(value).__name__: items}
     raise InvalidArgument(
-        f"`{path}` is a {type(value).__name__}, which a checkpoint cannot hold",
+        f"`{path}` is {with_article(type(value))}, which a checkpoint cannot hold",
         rule="checkpoint",
         why="a checkpoint has tensors and plain values only, so that loading it runs no code.",
         fix="keep tensors, numbers, strings, lists, tuples and dicts in the state.",

@@ -58,6 +58,7 @@ from stepgraph.train.setup import (
     wrap,
 )
 from stepgraph.train.signals import SignalFlag
+from stepgraph.wording import with_article
 
 
 class TrainingStopped(SystemExit):
@@ -147,7 +148,7 @@ def _train(
 def _container(cfg: Any) -> ConfigContainer:
     if not isinstance(cfg, ConfigContainer):
         raise InvalidArgument(
-            f"the configuration is a {type(cfg).__name__}, and not a ConfigContainer",
+            f"the configuration is {with_article(type(cfg))}, and not a ConfigContainer",
             rule="option",
             why="a ConfigContainer checks the names and the types of its settings.",
             fix="stepgraph.ConfigContainer.from_dict({'model': {...}}), or set fields of a ConfigContainer().",

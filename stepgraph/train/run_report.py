@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from stepgraph.session.report import GraphReport, counted
+from stepgraph.session.report import GraphReport
+from stepgraph.wording import counted
 
 
 @dataclass(frozen=True, slots=True)

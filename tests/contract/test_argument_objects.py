@@ -255,11 +255,11 @@ CHANGES: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], Any], st
     "pytree's item replaced behind a removed one": (
         lambda t: Fields(h=t, g=t + 1),
         lambda s: (s.pop("h"), s.update(g=s["g"] + 1)),
-        "`s`, a Fields, has 1 values and had 2",
+        "`s`, a Fields, has 1 value and had 2",
     ),
     "list item replaced": (lambda t: [t], lambda s: s.__setitem__(0, s[0] + 1), "`s[0]` was replaced by a new Tensor"),
     "appended": (lambda t: [t], lambda s: s.append(t_of(s)), "`s` has 2 items and had 1"),
-    "nested append": (lambda t: {"log": []}, lambda s: s["log"].append(1), "`s['log']` has 1 items and had 0"),
+    "nested append": (lambda t: {"log": []}, lambda s: s["log"].append(1), "`s['log']` has 1 item and had 0"),
     "container for a tensor": (lambda t: [t], lambda s: s.__setitem__(0, [s[0]]), "`s[0]` was replaced by a new list"),
     "tensor for a container": (lambda t: [[t]], lambda s: s.__setitem__(0, s[0][0]), "`s[0]` is now a Tensor"),
     "field set": (State, lambda s: setattr(s, "h", s.h + 1), "`s.h` was replaced by a new Tensor"),

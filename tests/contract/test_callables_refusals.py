@@ -60,8 +60,8 @@ def test_arguments_that_do_not_go_together_are_named(device: torch.device) -> No
     assert "sample_args: 1 for 2, one a callable" in refusal(make(layers, (x,)), rule).what
     assert "sample_args[1] is a Tensor" in refusal(make(layers, (x, x[0])), rule).what
     assert "sample_kwargs: 1 for 2" in refusal(make(layers, (x, x), sample_kwargs=({},)), rule).what
-    assert "sample_kwargs[0] is a int" in refusal(make(layers, (x, x), sample_kwargs=(1, {})), rule).what
-    assert "callables[1] is a int" in refusal(make((layers[0], 3), (x, x)), rule).what
+    assert "sample_kwargs[0] is an int" in refusal(make(layers, (x, x), sample_kwargs=(1, {})), rule).what
+    assert "callables[1] is an int" in refusal(make((layers[0], 3), (x, x)), rule).what
     assert "no callables" in refusal(make((), ()), rule).what
     assert "callables[1] is the same module as callables[0]" in refusal(make((layers[0],) * 2, (x, x)), rule).what
     found = refusal(make(layers, (x,) * 4, order=[1, 1, 1, -1, -1, -1]), rule)
@@ -97,9 +97,9 @@ def test_capture_time_hooks_are_refused_by_name(device: torch.device) -> None:
         return refusal(make(layer, (x_on(device),), capture_time_hooks=given), rule).what
 
     assert "capture_time_hooks" in hooks([None, None])
-    assert "entry 0 is a int" in hooks([3])
+    assert "entry 0 is an int" in hooks([3])
     assert "entry 0 has 'forward_hook'" in hooks([{"forward_hook": {}}])
-    assert "forward_hooks of entry 0 has a int" in hooks([{"forward_hooks": {0: 1}}])
+    assert "forward_hooks of entry 0 has an int" in hooks([{"forward_hooks": {0: 1}}])
     assert "a hook of callables[0] (forward_hooks) returned a value" in hooks([{"forward_hooks": {0: lambda m: 1}}])
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import stepgraph
+from stepgraph.wording import counted
 from tests.harness import Program, assert_captured_equals_eager, different, snapshot
 
 
@@ -688,7 +689,7 @@ def test_capture_report_never_raises_and_prints(device: torch.device) -> None:
     with stepgraph.capture(made.step, optimizer="inside", on_error="eager") as step, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for i in range(5):
-            assert str(step.report()).startswith(f"0 of {i} calls replayed" if i else "no calls yet")
+            assert str(step.report()).startswith(f"0 of {counted(i, 'calls')} replayed" if i else "no calls yet")
             step(*made.batches[i])
         assert "capture failed: [optimizer-capturable]: 2" in str(step.report())
 

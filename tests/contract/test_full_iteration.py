@@ -991,7 +991,7 @@ def test_wrapper_inside_a_captured_step_is_refused(device: torch.device) -> None
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"forward_backward_func": 3}, "a int, which cannot be called"),
+        ({"forward_backward_func": 3}, "an int, which cannot be called"),
         ({"cuda_graph_warmup_steps": -1}, "cuda_graph_warmup_steps=-1"),
         ({"optimizers": ["auto"]}, "optimizers: a str"),
         ({"optimizer": "in"}, "optimizer='in'"),

@@ -108,7 +108,7 @@ def test_module_audit_finds_a_nested_value(where: str, single: bool, plain: bool
     assert "layers.0" in warning
     assert "test_pair_audits.py" in warning
     assert "1.0 -> 2.0" in warning
-    assert plain or "1 rounds may have replayed" in warning
+    assert plain or "1 round may have replayed" in warning
     assert sum(report.rows[0].recapture_reasons.values()) == 1
     assert (report.audits > 4) != plain
     assert "2 of 2 kinds of calls run the operations of their eager calls" in report.equality
@@ -335,7 +335,7 @@ def test_callable_audit_finds_a_nested_value(where: str, ordered: bool, plain: b
     for _ in range(3):
         made[0](x).sum().backward()
     config.set(2.0)
-    expected = r"(?s)scale'\]: 1\.0 -> 2\.0.*at operation" if plain else r"(?s)-operations.*1\.0 -> 2\.0.*1 rounds"
+    expected = r"(?s)scale'\]: 1\.0 -> 2\.0.*at operation" if plain else r"(?s)-operations.*1\.0 -> 2\.0.*1 round"
     for _ in range(2):
         with pytest.raises(stepgraph.StateChanged, match=expected):
             made[0](x)
@@ -343,7 +343,7 @@ def test_callable_audit_finds_a_nested_value(where: str, ordered: bool, plain: b
     made[0](x).sum().backward()
     report = stepgraph.callables.report(made)
     assert report.audits == (0 if plain else 3)
-    assert "1 of 1 kinds" in report.equality
+    assert "1 of 1 kind" in report.equality
     assert report.equality in str(report)
 
 

@@ -19,6 +19,7 @@ import stepgraph
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "stepgraph"
 ROOMS = (
+    "wording",
     "catalogue",
     "collector",
     "errors",
@@ -29,6 +30,7 @@ ROOMS = (
     "tree",
     "plain",
     "strict_json",
+    "torch_import",
     "signature",
     "native",
     "order",
@@ -254,12 +256,12 @@ def test_orders_know_nothing_of_torch() -> None:
     assert len(paths) > 5
     for path in paths:
         assert "torch" not in {name.partition(".")[0] for name in imports_of(path)}, name_of(path)
-        assert rooms_imported(path) <= {"errors", "tracebacks", "order"}, name_of(path)
+        assert rooms_imported(path) <= {"wording", "errors", "tracebacks", "order"}, name_of(path)
 
 
-def test_catalogue_stands_alone() -> None:
+def test_catalogue_and_wording_stand_alone() -> None:
     """What names the rules imports none of the code that applies them, and no torch."""
-    for path in (PACKAGE / "catalogue").rglob("*.py"):
+    for path in (PACKAGE / "wording.py", *(PACKAGE / "catalogue").rglob("*.py")):
         names = {name.partition(".")[0] for name in imports_of(path)}
         assert names <= {"__future__", *sys.stdlib_module_names}, name_of(path)
 
@@ -367,6 +369,23 @@ def test_modules_load_by_attribute_and_by_import() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert "no attribute 'captur'. Did you mean: 'capture'?" in done.stderr
+
+
+def test_messages_find_articles_and_numbers_of_words() -> None:
+    """`a {type(x).__name__}` says "a int", and `{len(x)} calls` says "1 calls": see `wording`."""
+    for path in FILES:
+        if room_of(path) == "models":  # imports no other room
+            continue
+        for node in ast.walk(tree_of(path)):
+            parts = node.values if isinstance(node, ast.JoinedStr) else []
+            for before, value, after in zip([None, *parts], parts, [*parts[1:], None], strict=False):
+                if isinstance(value, ast.FormattedValue):
+                    name = dotted(value.value) if isinstance(value.value, ast.Attribute) else ""
+                    has_article = re.search(r"\ban? $", str(getattr(before, "value", "")), re.IGNORECASE)
+                    assert not (has_article and name.endswith("__name__")), f"{name_of(path)}:{node.lineno}"
+                    counts = isinstance(value.value, ast.Call) and dotted(value.value.func) == "len"
+                    has_plural = re.match(r" [a-z]+s\b", str(getattr(after, "value", "")))
+                    assert not (counts and has_plural), f"{name_of(path)}:{node.lineno}"
 
 
 def test_public_names_have_docstrings() -> None:

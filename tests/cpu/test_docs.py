@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import stepgraph
 from stepgraph import catalogue
+from tests import readme
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -24,7 +25,6 @@ LINKING_PAGES = [
     *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted((ROOT / "benchmarks").glob("*.md")),
 ]
-FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
 
 
@@ -35,42 +35,22 @@ def _name(path: Path) -> str:
 def _python_blocks(page: Path) -> list[tuple[int, str]]:
     """Each python block of a page, with the number of lines before it."""
     text = page.read_text()
-    return [(text.count("\n", 0, m.start(2)), m.group(2)) for m in FENCE.finditer(text) if m.group(1) == "python"]
-
-
-README_BEFORE = """\
-import torch
-import torch.nn.functional as F
-import stepgraph
-
-model = torch.nn.Linear(32, 1)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-batches = [(torch.randn(16, 32), torch.randn(16, 1)) for _ in range(10)]
-
-"""
-"""What README's loop takes for granted."""
-
-
-def _readme_block(language: str) -> str:
-    """README's only block of a language."""
-    (found,) = (m.group(2) for m in FENCE.finditer((ROOT / "README.md").read_text()) if m.group(1) == language)
-    return found
-
-
-def _readme_loop() -> str:
-    """README's loop as a program, with the lines that its diff adds."""
-    return README_BEFORE + re.sub(r"^[+ ]", "", _readme_block("diff"), flags=re.MULTILINE)
+    return [
+        (text.count("\n", 0, m.start(2)), m.group(2)) for m in readme.FENCE.finditer(text) if m.group(1) == "python"
+    ]
 
 
 def _prose(page: Path) -> str:
     """A page without its code."""
-    return re.sub(r"`[^`\n]*`", lambda m: m.group() if "](" not in m.group() else "", FENCE.sub("", page.read_text()))
+    return re.sub(
+        r"`[^`\n]*`", lambda m: m.group() if "](" not in m.group() else "", readme.FENCE.sub("", page.read_text())
+    )
 
 
 def _anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, by GitHub's rule: lower case, punctuation gone, dashes for spaces."""
     found: set[str] = set()
-    for heading in re.findall(r"^#+ +(.+?) *$", FENCE.sub("", page.read_text()), re.MULTILINE):
+    for heading in re.findall(r"^#+ +(.+?) *$", readme.FENCE.sub("", page.read_text()), re.MULTILINE):
         slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
         count = sum(1 for a in found if a == slug or re.fullmatch(re.escape(slug) + r"-\d+", a))
         found.add(f"{slug}-{count}" if count else slug)
@@ -102,11 +82,18 @@ def test_guides_have_snippets() -> None:
     assert without == {"README.md", *(f"docs/{name}.md" for name in known)}
 
 
+def test_tables_of_benchmarks_hold_no_paragraphs() -> None:
+    """A cell is a figure or a name. What needs sentences stands below, as text."""
+    for line in (ROOT / "benchmarks" / "README.md").read_text().splitlines():
+        cells = re.sub(r"\]\([^)]*\)", "]", line).split(" | ") if line.startswith("|") else []
+        assert not [cell for cell in cells if len(cell) > 160]
+
+
 def test_readme_loop_replays_with_one_line_added() -> None:
-    added = [line for line in _readme_block("diff").splitlines() if line.startswith("+")]
+    added = [line for line in readme.block("diff").splitlines() if line.startswith("+")]
     assert added == ["+@stepgraph.capture"]
     namespace: dict[str, Any] = {"__name__": "__docs__"}
-    exec(compile(_readme_loop(), "README.md", "exec"), namespace)
+    exec(compile(readme.loop(), "README.md", "exec"), namespace)
     report = namespace["step"].report()
     assert (report.eager_reasons, report.captures, report.replays) == ({"warm-up": 3}, 1, 7)
 
@@ -114,12 +101,12 @@ def test_readme_loop_replays_with_one_line_added() -> None:
 def test_readme_refusal_is_the_real_message(tmp_path: Path) -> None:
     script = tmp_path / "train.py"  # a real file: the message quotes its line
     read = "    if loss.item() > 100:\n        raise ValueError\n    loss.backward()\n"
-    script.write_text(_readme_loop().replace("    loss.backward()\n", read))
+    script.write_text(readme.loop().replace("    loss.backward()\n", read))
     with pytest.raises(stepgraph.CaptureError) as caught:
         exec(compile(script.read_text(), str(script), "exec"), {"__name__": "__docs__"})
     shown = f"{type(caught.value).__name__}: {caught.value}".replace(f"{tmp_path}/", "")
     at_line = re.compile(r"train\.py:\d+")
-    assert at_line.sub("train.py", shown).strip() == at_line.sub("train.py", _readme_block("text")).strip()
+    assert at_line.sub("train.py", shown).strip() == at_line.sub("train.py", readme.block("text")).strip()
 
 
 def test_readme_chart_and_figures_match_the_results() -> None:
@@ -227,13 +214,13 @@ def test_page_is_built_from_the_catalogue(name: str) -> None:
 def test_catalogue_pages_show_every_entry_once() -> None:
     headings: list[str] = []
     for name in ("errors.md", "rules.md"):
-        headings += re.findall(r"^## (\S+)$", FENCE.sub("", (ROOT / "docs" / name).read_text()), re.MULTILINE)
+        headings += re.findall(r"^## (\S+)$", readme.FENCE.sub("", (ROOT / "docs" / name).read_text()), re.MULTILINE)
     assert sorted(headings) == sorted(entry.id for entry in catalogue.entries())
 
 
 def test_errors_page_gives_cuda_codes_of_the_catalogue() -> None:
     text = (ROOT / "docs" / "errors.md").read_text()
-    sections = dict(re.findall(r"^## (\S+)\n(.*?)(?=^#|\Z)", FENCE.sub("", text), re.MULTILINE | re.DOTALL))
+    sections = dict(re.findall(r"^## (\S+)\n(.*?)(?=^#|\Z)", readme.FENCE.sub("", text), re.MULTILINE | re.DOTALL))
     codes = [entry for entry in catalogue.entries("capture") if entry.code is not None]
     assert len(codes) == 11
     for entry in codes:

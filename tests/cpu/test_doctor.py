@@ -65,6 +65,7 @@ def test_doctor_reports_this_installation() -> None:
     assert status(report, "torch") == status(report, "Python") == status(report, "typer") == "ok"
     names = {each.name for each in report.parts}
     assert {"Nsight Systems", "APEX", "Transformer Engine", "Megatron core", "C++ guards", "cuda-bindings"} <= names
+    assert "accelerate" not in names, "nothing here uses it"
     assert {"torchao", "matplotlib", "nvidia-ml-py", "transformers", "NVIDIA GPU", "CUDA of torch"} <= names
     assert all(each.purpose and each.command for each in report.parts)
 
@@ -124,6 +125,31 @@ def test_doctor_command_exits_with_1_for_a_broken_rule(monkeypatch: pytest.Monke
 
 
 # -- what is shown
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("user:planted@host:8080", "host:8080"),
+        ("//user:planted@host", "host"),
+        ("https://user:p@planted@host/x", "https://host/x"),
+        ("https://user:planted/x@host", "https://host"),
+        ("user:my planted@[::1]:80", "[::1]:80"),
+        ("http://a:planted@h1,http://b:planted@h2", "http://h2"),
+        ("https%3A%2F%2Fuser%3Aplanted%40host", "(hidden)"),
+        ("--password=planted", "(hidden)"),
+        ("--password planted", "(hidden)"),
+        ("PGPASSWORD=planted psql", "(hidden)"),
+        ('{"passwd": "planted"}', "(hidden)"),
+        ("host/simple?token=planted", "(hidden)"),
+        ("Authorization: Basic planted", "(hidden)"),
+        ("bearer planted", "(hidden)"),
+        ("https://download.pytorch.org/whl/cu130", "https://download.pytorch.org/whl/cu130"),
+        ("/usr/lib/keys:/opt/tokens", "/usr/lib/keys:/opt/tokens"),
+    ],
+)
+def test_shown_variables_hide_secrets_in_any_form(value: str, expected: str) -> None:
+    assert shown_variables({"TORCH_SETTING": value}) == {"TORCH_SETTING": expected}
 
 
 def test_doctor_shows_no_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

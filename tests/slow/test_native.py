@@ -264,6 +264,20 @@ def test_library_that_cannot_be_loaded_is_reported_and_not_used(
     library.native_row.cache_clear()
 
 
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
+def test_truncated_library_ends_no_process(share: float, folder: Path, tmp_path: Path) -> None:
+    """The loader of the system would read pages that the file has no more, and the process would get SIGBUS."""
+    built = library.location()
+    part = tmp_path / built.relative_to(folder)
+    part.parent.mkdir(parents=True)
+    part.write_bytes(built.read_bytes()[: int(share * built.stat().st_size)])
+    program = "from stepgraph.native.library import native_row; print(native_row())"
+    environment = os.environ | NONE | {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "None\n")
+    assert "[native-load]" in done.stderr
+
+
 def test_build_without_a_compiler_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))

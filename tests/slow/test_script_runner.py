@@ -297,6 +297,77 @@ def test_what_needs_a_gpu_cannot_be_judged(line: str, name: str) -> None:
     refuse_unjudged(Script("train.py"), outcome)
 
 
+WAYS = {
+    "rename": "os.rename('train.py', 'other.py')",
+    "replace by a temporary file": "os.replace(tempfile.mkstemp()[1], 'train.py')",
+    "move away into a temporary folder": "os.rename('train.py', tempfile.mkdtemp() + '/train.py')",
+    "chmod": "os.chmod('train.py', 0)",
+    "chmod of an open file": "os.chmod(os.open('train.py', os.O_RDONLY), 0)",
+    "times": "os.utime('train.py')",
+    "link": "os.link('train.py', 'link.py')",
+    "symlink": "os.symlink('train.py', 'link.py')",
+    "mkfifo": "os.mkfifo('fifo')",
+    "mknod": "os.mknod('node')",
+    "open beside a dir_fd": "os.open('new', os.O_WRONLY | os.O_CREAT, dir_fd=here)",
+    "remove beside a dir_fd": "os.unlink('train.py', dir_fd=here)",
+    "rename beside dir_fds": "os.rename('train.py', 'other.py', src_dir_fd=here, dst_dir_fd=here)",
+    "mkfifo beside a dir_fd": "os.mkfifo('fifo', dir_fd=here)",
+    "through a link in a temporary folder": "open(linked() + '/train.py', 'w')",
+}
+"""Changes of the script's folder, from another one."""
+
+
+def test_no_write_refuses_every_way_to_change_files() -> None:
+    program = LOOP + (
+        "import os, tempfile\ntrain_step()\n"
+        "user = os.getcwd()\nhere = os.open(user, os.O_RDONLY)\n"
+        "def linked():\n"
+        "    made = tempfile.mkdtemp()\n    os.symlink(user, made + '/link')\n    return made + '/link'\n"
+        "refused = []\n"
+    )
+    for name, line in WAYS.items():
+        away = "os.chdir(tempfile.mkdtemp())" if "dir_fd" in name else "os.chdir(user)"
+        program += f"{away}\ntry:\n    {line}\nexcept PermissionError: refused.append({name!r})\n"
+    outcome = ran(program + f"assert refused == {list(WAYS)}, refused", writes=False)
+    assert outcome.status is Status.COMPLETED, outcome.exception
+    assert {os.path.dirname(os.path.realpath(file.path)) for file in outcome.files} == {os.getcwd()}
+    assert {os.path.basename(file.path) for file in outcome.files} == {
+        *("train.py", "other.py", "link.py", "fifo", "node", "new"),
+    }
+    assert os.listdir() == ["train.py"]
+
+
+@pytest.mark.usefixtures("new_processes")
+def test_no_write_lets_temporary_files_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes a folder for compiled code among temporary files, unless it finds one there."""
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "link").symlink_to("temporary")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it when it has made the folder
+    for folder in ("temporary", "link"):
+        monkeypatch.setenv("TMPDIR", str(tmp_path / folder))
+        program = LOOP + (
+            "import os, shutil, tempfile\n"
+            "with tempfile.TemporaryDirectory() as folder:\n"
+            "    os.mkdir(folder + '/deep')\n    open(folder + '/deep/a', 'w').close()\n"
+            "    os.rename(folder + '/deep/a', folder + '/b')\n    os.chmod(folder + '/b', 0o600)\n"
+            "    os.mkfifo(folder + '/fifo')\n"
+            "train_step()\n"
+        )
+        outcome = ran(program, writes=False)
+        assert (outcome.status, outcome.files) == (Status.COMPLETED, ()), outcome.exception
+        assert list((tmp_path / "temporary").iterdir()) == []
+
+
+@pytest.mark.usefixtures("new_processes")
+def test_cache_of_torch_is_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it when it has made the folder
+    outcome = ran(LOOP + "train_step()\n")
+    assert (outcome.status, outcome.files) == (Status.COMPLETED, ()), outcome.exception
+    assert [path.name.partition("_")[0] for path in (tmp_path / "temporary").iterdir()] == ["torchinductor"]
+
+
 def has_gpu() -> bool:
     import torch
 
@@ -381,9 +452,55 @@ def test_signals_end_the_whole_group(number: int, code: int) -> None:
         pids = [int(word) for word in Path("pids").read_text().split()]
         parent.send_signal(number)
         assert parent.wait(60) == code
-    if number == signal.SIGKILL:  # nobody is left who could end what has a session of its own
-        os.kill(pids.pop(1), signal.SIGKILL)
     wait_until_gone(pids)
+
+
+DAEMONS = """
+import os, subprocess, sys, time
+if len(sys.argv) == 1:
+    own = [sys.executable, "train.py", "daemon"]
+    for keeps in ("stubborn", "plain"):
+        subprocess.Popen([*own, keeps], start_new_session=True)
+    if os.fork() == 0:  # as daemons do: nobody waits for this one, and its parent is gone
+        os.setsid()
+        if os.fork() == 0:
+            os.execv(sys.executable, [*own, "orphan"])
+        os._exit(0)
+    os.wait()
+    while len([name for name in os.listdir() if name.endswith(".pid")]) < 3: time.sleep(0.02)
+    if os.path.exists("crash"): os.kill(os.getpid(), 11)
+    if os.path.exists("hang"): time.sleep(1000)
+    sys.exit(7)
+import signal
+if sys.argv[2] == "stubborn": signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(sys.argv[2] + ".part", "w").write(str(os.getpid()))
+os.rename(sys.argv[2] + ".part", sys.argv[2] + ".pid")
+time.sleep(1000)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives orphans to another process than the first")
+@pytest.mark.parametrize("end", ["exit", "crash", "hang"])
+def test_daemons_of_a_script_end_with_it(end: str) -> None:
+    Path(end).touch()
+    outcome = ran(DAEMONS, timeout=10.0)
+    pids = [int(path.read_text()) for path in Path().glob("*.pid")]
+    assert len(pids) == 3
+    assert are_gone(pids), "at once, when the command has its result"
+    assert outcome.status is (Status.TIMED_OUT if end == "hang" else Status.FAILED)
+    told = {"exit": "SystemExit: 7", "crash": "its process was ended by SIGSEGV", "hang": ""}
+    assert outcome.exception == told[end]
+
+
+def test_script_has_a_session_and_no_orphans_of_others() -> None:
+    program = (
+        "import os, subprocess, sys\n"
+        "assert os.getsid(0) == os.getpgid(0) == os.getpid()\n"
+        "subprocess.run([sys.executable, '-c', 'import os, time; os.fork() or time.sleep(1)'])\n"
+        "try:\n    os.wait()\n    assert False\nexcept ChildProcessError: pass\n"
+    )
+    outcome = ran(program)
+    assert outcome.status is Status.COMPLETED, outcome.exception
 
 
 RANK = """

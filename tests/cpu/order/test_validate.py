@@ -193,5 +193,5 @@ def test_order_reads_like_its_numbers() -> None:
 
 
 def test_order_with_other_microbatches_than_numbers_is_an_error() -> None:
-    with pytest.raises(InvalidArgument, match="an order of 2 entries and 1 microbatches"):
+    with pytest.raises(InvalidArgument, match="an order of 2 entries and 1 microbatch"):
         Order([1, -1], [0])

@@ -82,7 +82,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "device": (lambda: stepgraph.backend_for("foo"), "work on 'foo' devices", "'cuda' or 'cpu'"),
     "no device": (lambda: stepgraph.backend_for(None), "work on None devices", "'cuda' or 'cpu'"),
     # what is no step
-    "number": (lambda: capture(5), "capture got 5, a int, which cannot be called", "def train_step(batch)"),
+    "number": (lambda: capture(5), "capture got 5, an int, which cannot be called", "def train_step(batch)"),
     "text": (lambda: capture("abc"), "capture got 'abc', a str", "def train_step(batch)"),
     "an optimizer": (lambda: capture(OPTIMIZER), "got an optimizer, SGD", "call optimizer.step() in a function"),
     "a model": (lambda: capture(LAYER), "got a module, Linear", "stepgraph.graph_modules(model)"),
@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     # what is no model, and scopes
     "no model": (lambda: graph_modules(None), "graph_modules was given None", "graph_modules(model, scope)"),
     "a function": (lambda: graph_modules(step), "a function, but it graphs parts", "stepgraph.capture(function)"),
-    "scope 0": (lambda: graph_modules(plain(), 0), "the scope has 0, which is a int", 'such as ["attn"'),
+    "scope 0": (lambda: graph_modules(plain(), 0), "the scope has 0, which is an int", 'such as ["attn"'),
     "scope mlp": (lambda: graph_modules(plain(), "mlp"), "the scope 'mlp' matches nothing", "pass a path such as"),
     "scope of a list": (lambda: graph_modules(feed_forward(), "head mlp2"), "'mlp2'", "did you mean 'mlp'?"),
     "iteration": (lambda: graph_modules(plain(), "full_iteration"), "the whole iteration", "stepgraph.capture("),

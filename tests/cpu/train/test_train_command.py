@@ -208,7 +208,7 @@ def test_stopped_run_prints_the_command_to_go_on(tmp_path: Path, monkeypatch: py
     again = runner.invoke(app, [*words[1:], "--json"])
     assert again.exit_code == 0, again.stderr
     assert json.loads(again.stdout)["start"] == 1
-    assert "nothing was saved of 1 steps" in _stopped_without_saving(given, monkeypatch, stopped)
+    assert "nothing was saved of 1 step;" in _stopped_without_saving(given, monkeypatch, stopped)
 
 
 def _stopped_without_saving(given: list[str], monkeypatch: pytest.MonkeyPatch, stopped: Any) -> str:
