@@ -18,6 +18,7 @@ import torch
 
 from stepgraph.errors import InvalidArgument
 from stepgraph.signature.attributes import as_given
+from stepgraph.storage import address_of, is_strided
 from stepgraph.tracebacks import entry_point
 from stepgraph.tree import Leaf
 
@@ -48,8 +49,13 @@ class ArgMetadata(Leaf):
     def __init__(self, arg: Any) -> None:
         found: dict[str, Any] = dict.fromkeys(ArgMetadata.__slots__) | {"type": arg.__class__, "value": arg}
         if isinstance(arg, torch.Tensor):
-            found |= {"shape": arg.shape, "dtype": arg.dtype, "device": arg.device, "requires_grad": arg.requires_grad}
-            found |= {"stride": arg.stride() if arg.layout is torch.strided else None, "value": _address(arg)}
+            found |= {
+                "shape": torch.Size() if arg.is_nested else arg.shape,
+                "dtype": arg.dtype,
+                "device": arg.device,
+                "requires_grad": arg.requires_grad,
+            }
+            found |= {"stride": arg.stride() if is_strided(arg) else None, "value": address_of(arg)}
         else:
             found["_plain"] = (arg.__class__, arg)
         for name, value in found.items():
@@ -93,13 +99,6 @@ class ArgMetadata(Leaf):
         with torch.no_grad():
             _once(made).zero_()
         return made
-
-
-def _address(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:  # a wrapper without memory of its own
-        return 0
 
 
 def buffer_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

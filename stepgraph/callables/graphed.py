@@ -27,6 +27,7 @@ from stepgraph.pair.module_method import put_in_place
 from stepgraph.pair.runner import Grads, Runner, RunnerState
 from stepgraph.pair.shared import PairSession
 from stepgraph.session.report import GraphReport, outline, quantities, with_counts
+from stepgraph.signature import reason_for_eager
 from stepgraph.signature.ambient import autocast_now
 from stepgraph.tracebacks import trim
 from stepgraph.tree import CallFlattener
@@ -304,7 +305,7 @@ class GraphedCallable(Generic[P, R]):
 
     def _stays_eager(self) -> bool:
         """Check whether flags require an eager call."""
-        if torch.is_anomaly_enabled():
+        if reason_for_eager(self._owner.shared.ambient.read()) is not None:
             return True
         return torch.is_inference_mode_enabled() and self._shape.takes_gradients
 

@@ -9,6 +9,7 @@ from stepgraph.signature.ambient import (
     ambient_key,
     compiler_guards,
     reason_for_eager,
+    transform_around,
 )
 from stepgraph.signature.differences import Difference, find_differences
 from stepgraph.signature.key import (
@@ -47,4 +48,5 @@ __all__ = [
     "refuse_opaque",
     "refuse_tensor_classes",
     "tensor_key",
+    "transform_around",
 ]

@@ -12,15 +12,7 @@ from typing import Any
 import torch
 
 from stepgraph.errors import CaptureError
-
-
-def memory_of(tensor: Any) -> int | None:
-    """The id of a tensor's memory, or None where it has none."""
-    is_memory = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.numel() > 0
-    try:
-        return int(tensor.untyped_storage()._cdata) if is_memory else None
-    except (NotImplementedError, RuntimeError):  # a subclass without a storage of its own
-        return None
+from stepgraph.storage import geometry_of, is_strided, memory_of, special_kind, storage_of
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -57,11 +49,9 @@ def sharing(leaves: Sequence[Any], written: Collection[int]) -> list[tuple[int, 
 
 def _lie_apart(leaves: Sequence[Any]) -> bool:
     """One fast check that each tensor has a memory of its own; False is inconclusive."""
-    try:
-        found = [leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    except (NotImplementedError, RuntimeError):  # a tensor without one
-        return False
-    return len(found) == len(set(found))
+    found = [storage_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    known = [storage._cdata for storage in found if storage is not None]
+    return len(found) == len(set(known))
 
 
 def keys_apart(
@@ -91,6 +81,8 @@ def moved_argument(name: str) -> CaptureError:
 
 def geometry(tensor: torch.Tensor) -> tuple[Hashable, ...]:
     """A tensor's address, shape, strides and dtype."""
+    if not is_strided(tensor):
+        return (geometry_of(tensor),)
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
@@ -102,8 +94,8 @@ class Contents:
         self._copies: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         with torch.no_grad():
             for index, tensor in tensors:
-                is_plain = type(tensor) is torch.Tensor and memory_of(tensor) is not None and not tensor.is_quantized
-                if is_plain and id(tensor) not in seen:
+                is_plain = type(tensor) is torch.Tensor and memory_of(tensor) is not None
+                if is_plain and not special_kind(tensor) and id(tensor) not in seen:
                     seen.add(id(tensor))
                     self._copies.append((index, tensor, tensor.detach().clone()))
 

@@ -22,6 +22,7 @@ ROOMS = (
     "catalogue",
     "collector",
     "errors",
+    "storage",
     "tracebacks",
     "frames",
     "config",
