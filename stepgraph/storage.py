@@ -91,6 +91,16 @@ def geometry_of(tensor: torch.Tensor) -> Hashable:
     return (*about, blocks)
 
 
+def numbers_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The numbers that a tensor of any kind holds, as strided tensors: to compare it with another."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        if tensor.is_quantized:
+            return tensor.int_repr(), tensor.dequantize()
+        if special_kind(tensor) and tensor.layout not in _COMPRESSED and not tensor.is_nested:
+            return (tensor.to_dense(),)
+        return tuple(_blocks(tensor))
+
+
 def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The strided tensors that a tensor consists of, as far as they can be asked for."""
     if _is_transformed(tensor) or isinstance(tensor, UninitializedTensorMixin):

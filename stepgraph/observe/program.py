@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
@@ -30,6 +31,7 @@ from stepgraph.observe.finder import devices, named_reachable
 from stepgraph.observe.own_changes import ModelState
 from stepgraph.observe.step_objects import numbered
 from stepgraph.rng.tracker import CudaRNGStatesTracker, tracker_for
+from stepgraph.storage import is_strided
 from stepgraph.tree import flatten
 
 __all__ = ["KINDS", "Key", "Program", "program_of"]
@@ -179,7 +181,7 @@ class Saved:
             tensor.grad = grad
         with torch.no_grad():
             for tensor, content in self._contents:
-                tensor.data.copy_(content)
+                (tensor.data if is_strided(tensor) else tensor).copy_(content)  # `data` of others has parts of its own
         for restore in self._random:
             restore()
 
@@ -255,8 +257,10 @@ class _SavedOptimizer:
 
 def _can_be_written(tensor: torch.Tensor) -> bool:
     """Check that a tensor has memory, and that no two of its elements share it: such a one is a view of another."""
-    if tensor.is_meta or tensor.layout is not torch.strided:
+    if tensor.is_meta or isinstance(tensor, UninitializedTensorMixin):
         return False
+    if not is_strided(tensor):
+        return True
     return not any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 

@@ -17,6 +17,7 @@ import torch
 from stepgraph.backends import Backend
 from stepgraph.observe.program import KINDS, Key, Program
 from stepgraph.proof.bits import Digest, Gap, digest, measure, same_bits
+from stepgraph.storage import numbers_of, shape_of, special_kind
 from stepgraph.tree import flatten, paths, tree_map
 
 __all__ = ["Difference", "Keeper", "Moment", "Row", "Trace", "arguments_of", "differences", "run", "table", "vary"]
@@ -59,8 +60,8 @@ class Keeper:
     def _copy(self, value: Any, last: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if value.layout is not torch.strided:
-            value = value.to_dense()
+        if special := special_kind(value):
+            return (special, shape_of(value), *(self._copy(part, None) for part in numbers_of(value)))
         if value.nbytes > self._left and not isinstance(last, torch.Tensor):
             return digest(value)
         made = value.detach().cpu() if value.device.type != "cpu" else value.detach().clone()
@@ -83,7 +84,7 @@ def fresh(batch: tuple[Any, ...]) -> tuple[Any, ...]:
     def copied(leaf: Any) -> Any:
         if type(leaf) is not torch.Tensor:
             return leaf
-        made = leaf.detach().clone(memory_format=torch.preserve_format)
+        made = leaf.detach().clone()
         return made.requires_grad_(leaf.requires_grad)
 
     copies: tuple[Any, ...] = tree_map(copied, batch)

@@ -233,7 +233,7 @@ def refuse_tensor_classes(leaves: Sequence[Any], names: Sequence[str]) -> None:
     for leaf, name in zip(leaves, names, strict=True):
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.Parameter):
             continue
-        special = special_kind(leaf)
+        special = special_kind(leaf) or ("symbolic zero" if leaf._is_zerotensor() else "")
         if special or type(leaf) is not torch.Tensor:
             raise InvalidArgument(
                 f"`{name}` is a {special or type(leaf).__name__}",

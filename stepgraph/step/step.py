@@ -32,7 +32,7 @@ from stepgraph.oplog import Difference, is_logged
 from stepgraph.optim.optimizer import make_capturable
 from stepgraph.optim.steps import at_optimizer_steps
 from stepgraph.session.backend_choice import choose_backend, refuse_other_devices
-from stepgraph.session.failure import capture_error
+from stepgraph.session.failure import capture_error, cause_of
 from stepgraph.session.interrupt import interrupts_held
 from stepgraph.session.messages import (
     keeps_changing,
@@ -562,7 +562,7 @@ class CapturedStep(Generic[P, R]):
         """Raise the error of a failed recording, or go on in eager. The recording has restored everything."""
         raised = capture_error(self._name, error, self._session.backend)
         if not self._options.goes_on_eagerly:
-            raise raised from (None if raised is error else error)
+            raise raised from cause_of(raised, error)
         site.obstacle = f"capture failed: [{raised.rule}]"
         goes_on = "in eager" if self._fallback is None else self._fallback.begin()
         warn_user(f"{raised}\nThe step goes on {goes_on}.")
