@@ -8,11 +8,13 @@ give another answer than they mean. So the questions are asked here: `memory_of`
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+
+from stepgraph.errors import CaptureError
 
 _is_transformed: Any = torch._C._functorch.is_functorch_wrapped_tensor
 _COMPRESSED = {
@@ -53,6 +55,13 @@ def memory_of(tensor: Any) -> int | None:
     """The id of a tensor's memory; None of one without memory or elements, and of what is no tensor."""
     storage = storage_of(tensor) if isinstance(tensor, torch.Tensor) else None
     return None if storage is None or not tensor.numel() else int(storage._cdata)
+
+
+def refuse_lazy(named: Iterable[tuple[str, Any]], whose: str) -> None:
+    """Refuse parameters and buffers of lazy modules that were not called yet."""
+    for name, tensor in named:
+        if isinstance(tensor, UninitializedTensorMixin):
+            raise CaptureError(f"{whose}: `{name}` has no shape yet", rule="lazy-module")
 
 
 def told(tensor: torch.Tensor) -> str:

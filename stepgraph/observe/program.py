@@ -31,7 +31,7 @@ from stepgraph.observe.finder import devices, named_reachable
 from stepgraph.observe.own_changes import ModelState
 from stepgraph.observe.step_objects import numbered
 from stepgraph.rng.tracker import CudaRNGStatesTracker, tracker_for
-from stepgraph.storage import is_strided
+from stepgraph.storage import is_strided, refuse_lazy
 from stepgraph.tree import flatten
 
 __all__ = ["KINDS", "Key", "Program", "program_of"]
@@ -151,6 +151,7 @@ class Saved:
 
     def __init__(self, program: Program) -> None:
         self._program = program
+        refuse_lazy([*program.parameters().items(), *program.buffers().items()], "the program")
         roots = program.modules.values()
         modules = list({id(module): module for root in roots for module in root.modules()}.values())
         self._optimizers = [_SavedOptimizer(optimizer) for optimizer in program.optimizers.values()]
