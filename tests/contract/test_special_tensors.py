@@ -291,3 +291,19 @@ def test_lazy_modules_are_refused_where_they_must_be_called(device: torch.device
             call()
         assert caught.value.rule == "lazy-module"
         assert isinstance(model.weight, nn.UninitializedParameter)
+
+
+def test_tensor_of_a_transform_in_reach_is_right_or_refused(device: torch.device) -> None:
+    """What `torch.vmap` hands to a function is kept beyond the transform, where the step can reach it."""
+    held: dict[str, torch.Tensor] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        held["last"] = x
+        return x * 2
+
+    torch.vmap(keep)(torch.ones(4, 3, device=device))
+    step = stepgraph.capture(lambda x: x * len(held) + torch.vmap(lambda row: row * 2)(x))
+    with right_or_refused():
+        for _ in range(5):
+            assert torch.equal(step(torch.ones(4, 3, device=device)), torch.full((4, 3), 3.0, device=device))
+        assert step.report().replays

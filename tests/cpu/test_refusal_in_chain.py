@@ -106,7 +106,7 @@ def test_command_reports_a_wrapped_refusal(monkeypatch: pytest.MonkeyPatch) -> N
         except stepgraph.StepgraphError as error:
             raise LibraryError("the library's") from error
 
-    monkeypatch.setattr("stepgraph.inspect.explain.explain", refuse)
+    monkeypatch.setattr("stepgraph.commands.explain.explain_text", refuse)
     result = CliRunner().invoke(app, ["explain", "901", "--json"])
     assert isinstance(result.exception, SystemExit)
     assert json.loads(result.stdout)["error"]["rule"] == "option"
