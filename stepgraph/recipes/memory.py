@@ -28,7 +28,6 @@ from torch.utils._pytree import tree_leaves
 from stepgraph.config.container import ConfigContainer
 from stepgraph.recipes.build import build_model
 from stepgraph.recipes.layers import with_layers
-from stepgraph.storage import memory_of, storage_of
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _STATES = {"adam": 2, "sgd": 1}
@@ -170,8 +169,6 @@ def run_microbatch(model: nn.Module, cfg: ConfigContainer, tokens: torch.Tensor)
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of tensors that operations make, as long as they are alive."""
 
-    supports_higher_order_operators = True
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
@@ -180,10 +177,10 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {memory_of(leaf) for leaf in tree_leaves((args, kwargs))}
+        given = {_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         for leaf in tree_leaves(out):
-            if memory_of(leaf) not in given and (storage := storage_of(leaf)) is not None:
-                self._add(storage)
+            if isinstance(leaf, torch.Tensor) and _key(leaf) not in given:
+                self._add(leaf.untyped_storage())
         return out
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -199,3 +196,8 @@ class LiveBytes(TorchDispatchMode):
     def _remove(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.now -= size
+
+
+def _key(tensor: torch.Tensor) -> int:
+    found: int = tensor.untyped_storage()._cdata
+    return found
