@@ -149,6 +149,26 @@ class CaptureRefused(RuntimeError):
         self.row, self.operation, self.where = row, what, where
 
 
+def refusal_in(error: BaseException | None) -> StepgraphError | CaptureRefused | None:
+    """Find the refusal in an exception or in the chain behind it: libraries put errors of their own around ours.
+
+    The chain is what Python prints: causes (`raise LibraryError from error`), and contexts that are not suppressed.
+
+    Example:
+        >>> try:
+        ...     trainer.fit(model)
+        ... except Exception as error:
+        ...     refusal = refusal_in(error)
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, StepgraphError | CaptureRefused):
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None
+
+
 class CaptureError(StepgraphError, RuntimeError):
     """A capture that failed. The program is as it was before the call.
 

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import torch
 
+from stepgraph import storage
 from stepgraph.frames import is_users
 from stepgraph.wording import with_article
 
@@ -138,7 +139,7 @@ def told(value: Any) -> str:
     """A value in a message."""
     kind = type(value)
     if issubclass(kind, torch.Tensor):
-        return f"a tensor of shape {list(value.shape)}"
+        return storage.told(value)
     if kind in (types.FunctionType, types.BuiltinFunctionType, types.MethodType):
         return f"<function {value.__qualname__}>"
     if kind is types.CodeType:

@@ -204,6 +204,30 @@ class _Forced:
 
 
 @contextlib.contextmanager
+def control_flow_is_compiled() -> Iterator[None]:
+    """In code that runs eagerly by force, let torch.cond, while_loop and their like be compiled as they always are.
+
+    torch brings their branches into the form that their backward needs by its compiler, which calls no kernels of its
+    own there. Without it the backward of torch.cond raises a TypeError (torch 2.13).
+    """
+
+    def compiler(below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        made = below(*args, **kwargs)
+        if not args or not str(getattr(args[0], "__module__", "")).startswith("torch._higher_order_ops"):
+            return made
+
+        @functools.wraps(made)
+        def run(*given: Any, **named: Any) -> Any:
+            with torch.compiler.set_stance("default"):
+                return made(*given, **named)
+
+        return run
+
+    with replaced(torch, "compile", compiler):
+        yield
+
+
+@contextlib.contextmanager
 def compiled_code_runs_eagerly() -> Iterator[None]:
     """Let compiled code run its eager operators. torch has one stance: the last to leave puts the old one back."""
     with _CHANGING:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from stepgraph.signature.memory import memory_of
+from stepgraph.storage import memory_of
 
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 

@@ -19,6 +19,7 @@ import torch
 from stepgraph.errors import InvalidArgument
 from stepgraph.signature.attributes import as_given
 from stepgraph.signature.memory import alignment_of
+from stepgraph.storage import address_of, is_strided
 from stepgraph.tracebacks import entry_point
 from stepgraph.tree import Leaf
 
@@ -51,8 +52,13 @@ class ArgMetadata(Leaf):
     def __init__(self, arg: Any) -> None:
         found: dict[str, Any] = dict.fromkeys(ArgMetadata.__slots__) | {"type": arg.__class__, "value": arg}
         if isinstance(arg, torch.Tensor):
-            found |= {"shape": arg.shape, "dtype": arg.dtype, "device": arg.device, "requires_grad": arg.requires_grad}
-            found |= {"stride": arg.stride() if arg.layout is torch.strided else None, "value": _address(arg)}
+            found |= {
+                "shape": torch.Size() if arg.is_nested else arg.shape,
+                "dtype": arg.dtype,
+                "device": arg.device,
+                "requires_grad": arg.requires_grad,
+            }
+            found |= {"stride": arg.stride() if is_strided(arg) else None, "value": address_of(arg)}
             alignment = alignment_of(arg, arg.device.type)
             found["offset"] = alignment.rest // arg.element_size() if alignment is not None else 0
         else:
@@ -102,13 +108,6 @@ class ArgMetadata(Leaf):
         with torch.no_grad():
             _once(made).zero_()
         return made
-
-
-def _address(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:  # a wrapper without memory of its own
-        return 0
 
 
 def buffer_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

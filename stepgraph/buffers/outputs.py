@@ -27,6 +27,7 @@ from stepgraph.buffers.borrowed import (
     sharing_memory,
 )
 from stepgraph.errors import CaptureError
+from stepgraph.storage import memory_of
 from stepgraph.tree import flatten, unflatten
 
 
@@ -132,15 +133,13 @@ class StaticOutputs:
         Tensors that share memory with arguments are copied. Tensors that share memory with the module's `state`, its
         parameters and buffers, show later changes of the state, as in eager.
         """
-        arguments = {tensor.untyped_storage()._cdata for tensor in self._inputs}
-        self.copied = [tensor.untyped_storage()._cdata in arguments for tensor in self.tensors]
+        arguments = {memory_of(tensor) for tensor in self._inputs} - {None}
+        self.copied = [memory_of(tensor) in arguments for tensor in self.tensors]
         self._inputs = []
         self._lent = lend_out(self.tensors)
         self._groups = sharing_memory(self.tensors)
-        kept = {tensor.untyped_storage()._cdata for tensor in state}
-        self._watched = {
-            i: lent for i, lent in enumerate(self._lent) if self.tensors[i].untyped_storage()._cdata not in kept
-        }
+        kept = {memory_of(tensor) for tensor in state}
+        self._watched = {i: lent for i, lent in enumerate(self._lent) if memory_of(self.tensors[i]) not in kept}
 
     def is_own(self, index: int) -> bool:
         """Check whether a tensor is in memory of the graph and is lent without a copy."""

@@ -86,6 +86,8 @@ class CallShape:
             leaf = leaves[index]
             if (
                 type(leaf) is not key[0]
+                or leaf.layout is not torch.strided
+                or leaf.is_nested
                 or leaf.shape != key[1]
                 or leaf.dtype is not key[3]
                 or leaf.device != key[4]

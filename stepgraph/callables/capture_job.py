@@ -37,6 +37,7 @@ from stepgraph.session.backend_choice import choose_backend
 from stepgraph.session.proof import NotWarm
 from stepgraph.session.session import Session
 from stepgraph.signature import ambient_key
+from stepgraph.storage import refuse_lazy
 from stepgraph.tree import flatten
 
 
@@ -68,6 +69,10 @@ class CaptureJob:
             self._targets.append(target)
             if isinstance(each, torch.nn.Module):
                 _refuse_graphed(target)
+            refuse_lazy(
+                [*target.module.named_parameters(), *target.module.named_buffers()],
+                target.name,
+            )
             refuse_ddp(each, target, with_order=request.order is not None)
             target.check_capturable(ambient_key())
         self._kinds: dict[Hashable, CallKind] = {}

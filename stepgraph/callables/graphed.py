@@ -28,7 +28,7 @@ from stepgraph.pair.runner import Grads, Runner, RunnerState
 from stepgraph.pair.shared import PairSession
 from stepgraph.session.messages import refuse_second_thread
 from stepgraph.session.report import GraphReport, outline, with_counts
-from stepgraph.signature import saved_tensor_hooks
+from stepgraph.signature import reason_for_eager, saved_tensor_hooks
 from stepgraph.signature.ambient import autocast_now
 from stepgraph.tracebacks import trim
 from stepgraph.tree import CallFlattener
@@ -310,7 +310,8 @@ class GraphedCallable(Generic[P, R]):
 
     def _stays_eager(self) -> bool:
         """Check whether flags require an eager call."""
-        if torch.is_anomaly_enabled() or saved_tensor_hooks(self._owner.shared.ambient.read()) is not None:
+        ambient = self._owner.shared.ambient.read()
+        if reason_for_eager(ambient) is not None or saved_tensor_hooks(ambient) is not None:
             return True
         return torch.is_inference_mode_enabled() and self._shape.takes_gradients
 

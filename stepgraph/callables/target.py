@@ -23,7 +23,7 @@ from stepgraph.pair.module_method import called_method
 from stepgraph.pair.shared import PairSession
 from stepgraph.pair.target import PairTarget
 from stepgraph.rng.tracker import tracker_for
-from stepgraph.session.failure import capture_error
+from stepgraph.session.failure import capture_error, cause_of
 from stepgraph.session.options import PairOptions
 
 _OPTIONS = PairOptions(strict=True, on_error="raise", ignore=("current_microbatch", "is_first_microbatch"))
@@ -115,4 +115,4 @@ def named(target: PairTarget) -> Iterator[None]:
             raised = CaptureError(
                 f"{name}: {raised.what}", rule=raised.rule, details=raised.details, why=raised.why, fix=raised.fix
             )
-        raise raised from (None if raised is error else error)
+        raise raised from cause_of(raised, error)

@@ -32,7 +32,7 @@ import typer.core
 
 import stepgraph
 from stepgraph import catalogue
-from stepgraph.errors import InvalidArgument, NoStepError, ScriptError, StepgraphError, nearest
+from stepgraph.errors import InvalidArgument, NoStepError, ScriptError, StepgraphError, nearest, refusal_in
 from stepgraph.script.ranks import is_first_rank, rank
 from stepgraph.strict_json import as_json
 from stepgraph.torch_import import importing_torch
@@ -150,14 +150,17 @@ class Command(_StrictOptions, typer.core.TyperCommand):
                 values = {**ended.result.values, "error": {"what": reason}}
                 result = replace(ended.result, values=values, exit_code=code)
                 _say(reason)
-        except StepgraphError as error:
-            if isinstance(error, ScriptError) and not is_first_rank():  # all ranks raise it, and the first prints it
-                raise typer.Exit(_code_of(error)) from None
-            parts = {name: getattr(error, name) for name in ("rule", "what", "details", "why", "fix")}
-            _fail(ctx, as_json, _code_of(error), parts, f"{type(error).__name__}: {error}")
         except _UsageError as error:
             _report_usage(ctx, error, as_json)
             raise
+        except Exception as raised:
+            refused = refusal_in(raised)
+            if not isinstance(refused, StepgraphError):
+                raise
+            if isinstance(refused, ScriptError) and not is_first_rank():  # all ranks raise it, and the first prints it
+                raise typer.Exit(_code_of(refused)) from None
+            parts = {name: getattr(refused, name) for name in ("rule", "what", "details", "why", "fix")}
+            _fail(ctx, as_json, _code_of(refused), parts, f"{type(refused).__name__}: {refused}")
         if not isinstance(result, Result):
             return result
         values = {**result.values, "next": result.next}

@@ -47,6 +47,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from stepgraph.errors import CaptureError
 from stepgraph.oplog import current_log, left_out
+from stepgraph.storage import shape_of, special_kind
 
 Attachment = list[tuple[torch.Tensor, torch.Tensor | None]]
 """Parameters and the tensors that become their `.grad`."""
@@ -515,10 +516,11 @@ def _over_same_memory(grad: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_sparse(grad: torch.Tensor | None) -> None:
-    """Refuse a sparse gradient."""
-    if grad is not None and grad.layout is not torch.strided:
+    """Refuse a gradient that is no strided memory: a sparse one, mostly."""
+    special = special_kind(grad) if grad is not None else ""
+    if grad is not None and special:
         raise CaptureError(
-            f"a parameter of shape {list(grad.shape)} has a sparse gradient",
+            f"a parameter of shape {list(shape_of(grad))} has a gradient that is a {special}",
             rule="sparse-grad",
             why="a sparse gradient has as many entries as the batch has rows, so its memory changes from call to call.",
             fix="use dense gradients (nn.Embedding(..., sparse=False)).",

@@ -17,6 +17,7 @@ import torch
 
 from stepgraph.native.row import PLAIN_TENSORS, GuardRow
 from stepgraph.signature import compiler_guards
+from stepgraph.storage import refuse_lazy
 
 _NO_MESSAGE = [""]
 """The message of torch's guards, which is not used."""
@@ -30,6 +31,7 @@ class GradientGuard:
     def __init__(self, parameters: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
         self._parameters = list(parameters)
         flags = [p.requires_grad for p in parameters]
+        refuse_lazy([(f"parameter {index}", parameter) for index, parameter in enumerate(parameters)], "the model")
         forms = [(p.shape, p.stride(), p.dtype) for p in parameters]
         self._expected = list(zip(parameters, grads, flags, forms, strict=True))
         self._check: Callable[[list[torch.Tensor]], bool] | None = None

@@ -6,7 +6,6 @@ all tensors are read before each replay, in bulk.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -15,6 +14,7 @@ import torch
 
 from stepgraph.guards.protocol import Change, Remedy
 from stepgraph.native.row import GuardRow, Layout
+from stepgraph.storage import is_strided
 
 _data_ptr = torch.Tensor.data_ptr
 _stride = torch.Tensor.stride
@@ -31,18 +31,16 @@ _same_addresses: Callable[[list[torch.Tensor], list[int], list[int]], bool] = ge
 )
 
 
-def layout_of(tensor: torch.Tensor) -> Layout:
-    """Return the address and form of a tensor; raise `RuntimeError` if it has no memory (sparse, nested)."""
+def layout_of(tensor: torch.Tensor) -> Layout | None:
+    """Return the address and form of a tensor, or None if it has no block of memory (sparse, nested, lazy)."""
+    if not is_strided(tensor):
+        return None
     return tensor, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), _keys_of(tensor)
 
 
 def layouts_of(tensors: Iterable[torch.Tensor]) -> list[Layout]:
-    """Return the layouts of these tensors, without sparse and nested ones and lazy parameters, which have none."""
-    found = []
-    for tensor in tensors:
-        with contextlib.suppress(RuntimeError, ValueError):
-            found.append(layout_of(tensor))
-    return found
+    """Return the layouts of these tensors, without those that have none."""
+    return [layout for tensor in tensors if (layout := layout_of(tensor)) is not None]
 
 
 def change_of(layout: Layout) -> str | None:

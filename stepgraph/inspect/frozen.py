@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepgraph.backends.nodes import NodeDifference, lasting, node_differences
-from stepgraph.errors import CaptureError, CaptureRefused, Location, StepgraphWarning
+from stepgraph.errors import CaptureError, CaptureRefused, Location, StepgraphWarning, refusal_in
 from stepgraph.frames import error_location
 from stepgraph.guards.protocol import Change, Remedy
 from stepgraph.inspect.frozen_report import Entry, FrozenReport, FrozenValue, State
@@ -270,9 +270,10 @@ class _Examination:
         except NotWarm:
             return _Effect(value, failure="the step then does something that no eager call did")
         except (Exception, SystemExit) as error:  # noqa: BLE001 (a step fails in any way when its values are moved)
-            where = error.where if isinstance(error, CaptureRefused | CaptureError) else error_location(error)
-            text = str(error).partition("\n")[0]
-            return _Effect(value, failure=f"another value raises: {type(error).__name__}: {text}", where=where)
+            raised = refusal_in(error) or error
+            where = raised.where if isinstance(raised, CaptureRefused | CaptureError) else error_location(raised)
+            text = str(raised).partition("\n")[0]
+            return _Effect(value, failure=f"another value raises: {type(raised).__name__}: {text}", where=where)
         return _Effect(value, tuple(found), tuple(nodes))
 
     def _record_moved(self, moves: Sequence[tuple[HostValue, Any]]) -> Rehearsed:

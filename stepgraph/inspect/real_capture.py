@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from stepgraph.errors import CaptureError
+from stepgraph.errors import CaptureError, refusal_in
 from stepgraph.joined.capture import capture
 
 __all__ = ["RealCapture"]
@@ -61,8 +61,11 @@ class RealCapture:
             self._captured[key] = self._closing.enter_context(capture(function))
         try:
             return self._captured[key](*args, **kwargs)
-        except CaptureError as error:
-            self.error = error
+        except Exception as error:
+            refused = refusal_in(error)
+            if not isinstance(refused, CaptureError):
+                raise
+            self.error = refused
             return function(*args, **kwargs)
 
     @property

@@ -31,10 +31,11 @@ from stepgraph.errors import CaptureRefused, Location
 from stepgraph.inspect.places import is_own_code, place_of
 from stepgraph.observe.step_objects import StepObjects
 from stepgraph.oplog import Log, OpLog, StandingMode, Vocabulary, noting_unseen
-from stepgraph.oplog.log import FIELDS, storage_of
+from stepgraph.oplog.log import FIELDS
 from stepgraph.optim.steps import at_optimizer_steps
 from stepgraph.script.cuda_on_cpu import DeviceMode
 from stepgraph.session.proof import roles_of
+from stepgraph.storage import storage_of
 
 Note = Callable[[str, str, types.FrameType, Location | None], None]
 """Takes a rule, what happened, the frame in which it happened, and the line if that is another one."""

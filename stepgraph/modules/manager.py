@@ -148,14 +148,14 @@ class ModuleGraphs:
         if session.is_closed or self._is_capturing() or is_logged():
             return self.original(*args, **kwargs)  # a part of a larger capture
         around = self._around()
+        if (reason := reason_for_eager(around[0])) is not None:
+            self.eager_reasons[reason] += 1
+            return self.original(*args, **kwargs)
         leaves, structure = self._flatten(args, kwargs)
         try:
             keys = leaf_keys(leaves, on=self._managed.on)
         except (InvalidArgument, RuntimeError) as error:  # an argument that no signature can be made of
             self._count_eager(unsigned(error))
-            return self.original(*args, **kwargs)
-        if (reason := reason_for_eager(around[0])) is not None:
-            self.eager_reasons[reason] += 1
             return self.original(*args, **kwargs)
         if (hooks := saved_tensor_hooks(around[0])) is not None:
             self._count_eager(hooks)

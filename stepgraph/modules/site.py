@@ -25,6 +25,7 @@ from stepgraph.pair.own_uses import UsesWatch
 from stepgraph.pair.runner import DelayedWeights, Runner
 from stepgraph.pair.target import PairTarget
 from stepgraph.signature.fast_match import FastMatch
+from stepgraph.storage import storage_of
 from stepgraph.tree import Structure
 
 
@@ -155,7 +156,7 @@ class ModuleSite:
         self._copied: set[int] = set()
         """Results that callers held, so that they get copies."""
         self._copies_grads = False
-        self._handed_out: dict[int, list[weakref.ref[torch.UntypedStorage]]] = {}
+        self._handed_out: dict[int, dict[int, weakref.ref[torch.UntypedStorage]]] = {}
         """The results of the last eager call in each slot."""
         self._last_call: LastModuleCall | None = None
 
@@ -206,13 +207,14 @@ class ModuleSite:
 
     def note_kept(self, slot: int) -> None:
         """Before an eager call, note the results of the last one in its slot that are still held; they are copied."""
-        before = self._handed_out.pop(slot, ())
+        before = self._handed_out.pop(slot, {})
         if self.manager.options.outputs == "copy":
-            self._copied |= {index for index, storage in enumerate(before) if storage() is not None}
+            self._copied |= {index for index, storage in before.items() if storage() is not None}
 
     def note_handed_out(self, result: StaticOutputs, slot: int) -> None:
         """Note the results of an eager call."""
-        self._handed_out[slot] = [weakref.ref(tensor.untyped_storage()) for tensor in result.tensors]
+        found = {index: storage_of(tensor) for index, tensor in enumerate(result.tensors)}
+        self._handed_out[slot] = {i: weakref.ref(storage) for i, storage in found.items() if storage is not None}
 
 
 def _leaves_weights(module: torch.nn.Module) -> bool:

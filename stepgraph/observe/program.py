@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends import backend_for
@@ -31,10 +32,10 @@ from stepgraph.observe.finder import devices, named_reachable, named_with_variab
 from stepgraph.observe.holdings import STATEFUL, Holdings
 from stepgraph.observe.own_changes import ModelState
 from stepgraph.observe.step_objects import numbered
-from stepgraph.oplog.log import storage_of
 from stepgraph.oplog.writes import Writes
 from stepgraph.rng.tracker import CudaRNGStatesTracker, tracker_for
 from stepgraph.signature.memory import SavedContents
+from stepgraph.storage import is_strided, refuse_lazy, storage_of
 from stepgraph.tree import flatten, paths
 from stepgraph.values.parts import Place
 
@@ -158,6 +159,7 @@ class Saved:
     """The state of a program at one moment: what it holds, and copies of the contents of its tensors."""
 
     def __init__(self, program: Program) -> None:
+        refuse_lazy([*program.parameters().items(), *program.buffers().items()], "the program")
         modules = list({id(m): m for root in program.modules.values() for m in root.modules()}.values())
         roots: list[tuple[str, Any]] = [*program.modules.items(), *program.optimizers.items(), *program.others.items()]
         self._holdings = Holdings([*roots, *program.holders.items()], program.variables)
@@ -207,8 +209,10 @@ def _can_be_written(tensor: torch.Tensor) -> bool:
 
     One whose elements do is a view of another.
     """
-    if tensor.is_meta or tensor.is_inference() or tensor.layout is not torch.strided:
+    if tensor.is_meta or tensor.is_inference() or isinstance(tensor, UninitializedTensorMixin):
         return False
+    if not is_strided(tensor):
+        return True
     return not any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 

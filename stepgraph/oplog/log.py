@@ -49,6 +49,7 @@ from stepgraph.errors import Location
 from stepgraph.frames import is_user
 from stepgraph.ran import Unnoted
 from stepgraph.signature import is_plain
+from stepgraph.storage import shape_of, storage_of
 from stepgraph.tree import flatten
 
 _V = TypeVar("_V")
@@ -487,7 +488,7 @@ class OpLog(dispatch.TorchDispatchMode):
             elif on_device or self._device is None or any(one.device.type == self._device for one in _tensors(out)):
                 self._bear(known, out, self._scope)
                 if isinstance(self._given, _Found):  # what makes another shape is asked of such logs
-                    shapes = (RESULTS, tuple(result.shape for result in _tensors(out) if not result.is_nested))
+                    shapes = (RESULTS, tuple(map(shape_of, _tensors(out))))
                     plain = self._vocabulary.parts[self._notes[begin + 1]]
                     self._notes[begin + 1] = self._vocabulary.number((*plain, shapes))
             else:
@@ -550,8 +551,7 @@ class OpLog(dispatch.TorchDispatchMode):
     def _tensor(self, tensor: torch.Tensor, known: set[int]) -> Hashable:
         storage = storage_of(tensor)
         if storage is None:
-            shape = tuple(tensor.shape) if not tensor.is_nested else ("nested", tensor.size(0))
-            form = (shape, tensor.dtype, tensor.device, tensor.layout)
+            form = (shape_of(tensor), tensor.dtype, tensor.device, tensor.layout)
             return (("without memory", type(tensor).__qualname__), form)
         known.add(storage._cdata)
         device, offset = tensor.device, int(tensor.storage_offset())
@@ -740,16 +740,6 @@ _unseen = torch._C.DisableTorchFunction
 def location_of(line: Any) -> Location | None:
     """The place that a note's line stands for; None in a backward without one."""
     return Location(*line) if isinstance(line, tuple) and len(line) == 3 else None
-
-
-def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The memory of a tensor, if it has any of its own."""
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor._is_zerotensor():
-        return None
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # a wrapper of other tensors, which are seen by themselves
-        return None
 
 
 def _add_memory(known: set[int], values: Any) -> None:

@@ -16,6 +16,7 @@ from stepgraph.buffers.inputs import ArgMetadata, SharedBuffer, tensors_among
 from stepgraph.oplog import Log
 from stepgraph.pair.runner import Runner
 from stepgraph.signature import AMBIENT_NAMES, Signature
+from stepgraph.storage import memory_of
 from stepgraph.tree import Structure
 
 
@@ -41,9 +42,10 @@ class NotedArguments:
         """Note the arguments of a call. Parameters are noted as the objects they are."""
         tensors = tensors_among(leaves)
         first = {id(tensor): index for index, tensor in tensors.items()}
-        storages = {index: tensor.untyped_storage()._cdata for index, tensor in tensors.items()}
+        storages = {index: memory_of(tensor) for index, tensor in tensors.items()}
         counts = Counter(storages.values())
-        aliased = frozenset(index for index, storage in storages.items() if counts[storage] > 1)
+        shared = (index for index, memory in storages.items() if memory is not None and counts[memory] > 1)
+        aliased = frozenset(shared)
         return cls([_noted(index, leaf, first) for index, leaf in enumerate(leaves)], tensors, aliased)
 
 

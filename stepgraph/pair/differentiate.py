@@ -24,6 +24,7 @@ from stepgraph.errors import CaptureError
 from stepgraph.grads.step_grads import refuse_sparse
 from stepgraph.oplog import left_out
 from stepgraph.pair.uses import NotedUses, nodes_behind
+from stepgraph.storage import memory_of
 
 
 class AccumulatesByItself(Exception):
@@ -112,7 +113,7 @@ def _adds_in_the_middle() -> CaptureError:
 
 def saved_memory(results: Sequence[torch.Tensor]) -> frozenset[int]:
     """The storages, by identity, of the tensors that autograd's graph behind these tensors has saved."""
-    found = set()
+    found: set[int | None] = set()
     for node in nodes_behind(results):
         for name in dir(node):
             if name.startswith("_raw_saved_"):
@@ -121,8 +122,8 @@ def saved_memory(results: Sequence[torch.Tensor]) -> frozenset[int]:
                     tensor = getattr(entry, "data", None)
                     # what went through somebody's hooks is elsewhere; to ask for it might compute it anew
                     if isinstance(tensor, torch.Tensor) and getattr(entry, "unpack_hook", None) is None:
-                        found.add(tensor.untyped_storage()._cdata)
-    return frozenset(found)
+                        found.add(memory_of(tensor))
+    return frozenset(memory for memory in found if memory is not None)
 
 
 def uses_up_saved(results: Sequence[torch.Tensor]) -> bool:
@@ -152,8 +153,8 @@ def without_aliases(
     grads: Sequence[torch.Tensor | None], incoming: Sequence[torch.Tensor]
 ) -> list[torch.Tensor | None]:
     """Gradients, with copies of those that passed unchanged: they are stored in memory of the graph they came from."""
-    own = {tensor.untyped_storage()._cdata for tensor in incoming}
-    return [grad.clone() if grad is not None and grad.untyped_storage()._cdata in own else grad for grad in grads]
+    own = {memory_of(tensor) for tensor in incoming} - {None}
+    return [grad.clone() if grad is not None and memory_of(grad) in own else grad for grad in grads]
 
 
 def _config() -> Any:

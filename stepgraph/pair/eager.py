@@ -17,6 +17,7 @@ from stepgraph.pair.kind import CallKind
 from stepgraph.pair.proof import note_forward, noting
 from stepgraph.pair.target import PairTarget
 from stepgraph.signature import ambient_key
+from stepgraph.storage import special_kind
 from stepgraph.tree import Structure
 
 
@@ -42,7 +43,7 @@ def note_call(target: PairTarget, kind: CallKind, arguments: NotedArguments, str
         in_ddp=in_ddp(),
         fork=target.fork,
         aliased=arguments.aliased,
-        values={index: copied(tensor) for index, tensor in arguments.tensors.items()} if needs_values else {},
+        values={i: copied(t) for i, t in arguments.tensors.items() if needs_values and not special_kind(t)},
     )
 
 

@@ -327,7 +327,7 @@ class ReplayNode(torch.autograd.Function):
 
 
 _apply: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, ReplayNode).apply
-_is_transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Without torch's own wrapper, which costs the host as much as the node: it is for transforms, and these are eager."""
 
 
 def run_forward(runner: Runner, leaves: Sequence[Any], *, one_by_one: bool = False) -> Any:
@@ -341,12 +341,10 @@ def run_forward(runner: Runner, leaves: Sequence[Any], *, one_by_one: bool = Fal
         runner.lane.end(runner)
         return result.build(result.hand_out(), leaves)
     inputs = [leaves[i] for i in edges.flows]
-    # what torch's own wrapper looks for costs the host as much as the node
-    apply = ReplayNode.apply if _is_transforming() else _apply
     outside = edges.one_by_one() if one_by_one else edges.outside
     passed = runner.backwards.passed(edges.inside)
     call = InFlightCall(runner, passed)
-    return result.build(apply(call, leaves, edges.anchor, *inputs, *outside, *passed.values()), leaves)
+    return result.build(_apply(call, leaves, edges.anchor, *inputs, *outside, *passed.values()), leaves)
 
 
 def is_replayed(tensor: torch.Tensor) -> bool:

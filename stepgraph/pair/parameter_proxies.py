@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from stepgraph.errors import CaptureError
+from stepgraph.storage import memory_of
 
 
 class ParameterProxies:
@@ -100,7 +101,7 @@ class ParameterProxies:
     def refuse_moved(self) -> None:
         """After a recording: refuse a module that has given a tensor of its own other memory, which is the proxy's."""
         for _, name, tensor, stand_in in self._places:
-            if stand_in.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
+            if memory_of(stand_in) != memory_of(tensor):
                 what = f"the module gives `{name}` other memory (`.data = ...`, flatten_parameters())"
                 raise CaptureError(what, rule="own-change")
 

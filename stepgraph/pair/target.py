@@ -26,7 +26,7 @@ from stepgraph.pair.record import PairCapture, with_modes
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.shared import PairSession
 from stepgraph.rng.tracker import CudaRNGStatesTracker
-from stepgraph.session.failure import capture_error
+from stepgraph.session.failure import capture_error, cause_of
 from stepgraph.session.options import PairOptions
 from stepgraph.signature import argument_names, saved_tensor_hooks
 from stepgraph.signature.ambient import changed_flags
@@ -144,7 +144,7 @@ class PairTarget:
         refuse_sharded(self.name, self._modules, "module")
 
     def check_capturable(self, ambient: tuple[Hashable, ...]) -> None:
-        """Raise for FSDP, for hooks on modules inside and for saved tensors, which no replay runs, and for other flags."""
+        """Raise for FSDP, for hooks on modules inside and on saved tensors, and for flags that have changed."""
         self.refuse_sharded()
         names = {id(module): name for name, module in self.named_modules().items()}
         refuse_hooks(self.name, self._called_inside(), self.options.safe_hooks, lambda m: names[id(m)])
@@ -159,7 +159,7 @@ class PairTarget:
         raised = capture_error(self.name, error, self.shared.session.backend)
         kind.obstacle = f"capture failed: [{raised.rule}]"
         if not self.options.goes_on_eagerly:
-            raise raised from (None if raised is error else error)
+            raise raised from cause_of(raised, error)
         whose = "" if raised.what.startswith(self.name) else f"{self.name}: "
         warn_user(f"{whose}{raised}\nThe module runs eagerly.")
 
@@ -193,7 +193,7 @@ class PairTarget:
         except Exception as error:  # noqa: BLE001 (as in a capture: whatever it is, the graphs are of no use)
             raised = capture_error(self.name, error, self.shared.session.backend)
             if not self.options.goes_on_eagerly:
-                raise raised from (None if raised is error else error)
+                raise raised from cause_of(raised, error)
             return Finding(f"it can no longer be recorded as it was   [{raised.rule}]", (raised.rule,))
 
     def raise_if_strict(self, why: str) -> None:

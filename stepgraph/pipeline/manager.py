@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.errors import CaptureError, InvalidArgument, SignatureMismatch, StepgraphError
+from stepgraph.errors import CaptureError, InvalidArgument, SignatureMismatch, StepgraphError, refusal_in
 from stepgraph.frames import untraced
 from stepgraph.grads.param_grads import GradPart
 from stepgraph.oplog import Difference
@@ -107,8 +107,9 @@ class StageManager:
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error.__cause__, StepgraphError):
-                raise error.__cause__ from None  # torch has put a message of its own before ours
+            refused = refusal_in(error)
+            if isinstance(refused, StepgraphError):
+                raise refused from None  # torch has put a message of its own before ours
             raise
         finally:
             self._microbatch = None

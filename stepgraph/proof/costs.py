@@ -84,6 +84,8 @@ def counted(
 
 
 class _Counting(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0

@@ -37,7 +37,6 @@ from stepgraph.observe.program import Key, Program, program_of
 from stepgraph.observe.step_objects import numbered
 from stepgraph.observe.steps import StepCalls
 from stepgraph.oplog import Vocabulary
-from stepgraph.oplog.log import storage_of
 from stepgraph.oplog.writes import Writes
 from stepgraph.optim.steps import at_optimizer_steps
 from stepgraph.pair.proof import AuditTurns
@@ -54,6 +53,7 @@ from stepgraph.script.patience import Patience
 from stepgraph.script.probe import RunningScript
 from stepgraph.session.proof import StepLogs
 from stepgraph.step.step import CapturedStep
+from stepgraph.storage import storage_of
 from stepgraph.tree import flatten
 
 __all__ = ["PARTS", "ScriptMoment", "VerifyProbe"]

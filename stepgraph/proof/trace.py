@@ -20,7 +20,8 @@ from stepgraph.observe.program import KINDS, Key, Program
 from stepgraph.oplog import Vocabulary, noting_unseen
 from stepgraph.oplog.writes import WriteLog, Writes
 from stepgraph.proof.bits import Digest, Gap, digest, measure, same_bits
-from stepgraph.signature.memory import has_memory, memory_of
+from stepgraph.signature.memory import has_memory
+from stepgraph.storage import memory_of, numbers_of, shape_of, special_kind
 from stepgraph.tree import flatten, paths, tree_map
 
 __all__ = ["Difference", "Keeper", "Moment", "Row", "Trace", "arguments_of", "differences", "run", "table", "vary"]
@@ -63,8 +64,8 @@ class Keeper:
     def _copy(self, value: Any, last: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if value.layout is not torch.strided:
-            value = value.to_dense()
+        if special := special_kind(value):
+            return (special, shape_of(value), *(self._copy(part, None) for part in numbers_of(value)))
         if memory_of(value) is not None and not has_memory(value):
             return "a storage that was resized to less"
         if value.nbytes > self._left and not isinstance(last, torch.Tensor):
@@ -89,7 +90,7 @@ def fresh(batch: tuple[Any, ...]) -> tuple[Any, ...]:
     def copied(leaf: Any) -> Any:
         if type(leaf) is not torch.Tensor:
             return leaf
-        made = leaf.detach().clone(memory_format=torch.preserve_format)
+        made = leaf.detach().clone()
         return made.requires_grad_(leaf.requires_grad)
 
     copies: tuple[Any, ...] = tree_map(copied, batch)

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from stepgraph.errors import StepgraphError
+from stepgraph.errors import StepgraphError, refusal_in
 from stepgraph.script.keeper import keep
 from stepgraph.script.request import Request, Status, append
 from stepgraph.torch_import import importing_torch
@@ -221,8 +221,9 @@ def ending(running: RunningChild, run: Callable[[], None]) -> dict[str, Any]:
 
 def _refusal(error: BaseException) -> dict[str, Any] | None:
     """What the user asked for that cannot be done, found in this process."""
-    if isinstance(error, StepgraphError) and error.rule in ("step-name", "script-missing"):
-        return {"what": error.what, "rule": error.rule}
+    refused = refusal_in(error)
+    if isinstance(refused, StepgraphError) and refused.rule in ("step-name", "script-missing"):
+        return {"what": refused.what, "rule": refused.rule}
     return None
 
 
@@ -233,12 +234,15 @@ def _missing_gpu(error: BaseException) -> str | None:
 
 
 def script_traceback(error: BaseException) -> str:
-    """Return the traceback of a script's error, without our frames; of an error of our own, with all of them."""
+    """Return the traceback of a script's error, without our frames; of an error of our own, with all of them.
+
+    A refusal that a library has wrapped stands once more at the end, where one looks first.
+    """
     from stepgraph.frames import is_engine
 
     found = traceback.TracebackException.from_exception(error)
     raised = [f for f in found.stack if not (f.name == _PASSES_ON and is_engine(f.filename))]
-    if raised and is_engine(raised[-1].filename) and not isinstance(error, StepgraphError):
+    if raised and is_engine(raised[-1].filename) and refusal_in(error) is None:
         return "".join(found.format()).rstrip()
     todo, seen = [found], set()
     while todo:
@@ -247,7 +251,10 @@ def script_traceback(error: BaseException) -> str:
             seen.add(id(one))
             one.stack = traceback.StackSummary.from_list(_own_frames(one.stack))
             todo += [other for other in (one.__cause__, one.__context__) if other is not None]
-    return "".join(found.format()).rstrip()
+    text, refused = "".join(found.format()).rstrip(), refusal_in(error)
+    if refused is None or refused is error:
+        return text
+    return f"{text}\n\nThe refusal behind it:\n{type(refused).__name__}: {refused}"
 
 
 def _own_frames(stack: Sequence[traceback.FrameSummary]) -> Iterator[traceback.FrameSummary]:

@@ -40,6 +40,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from stepgraph.frames import is_engine, is_user
+from stepgraph.storage import storage_of
 
 __all__ = ["CudaOnCpu", "missing_gpu"]
 
@@ -98,7 +99,7 @@ class _DeviceMemory:
         self._limit = 1024
 
     def add(self, tensor: torch.Tensor) -> None:
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if storage is None or storage._cdata in self._known:
             return
         if len(self._known) >= self._limit:
@@ -107,15 +108,8 @@ class _DeviceMemory:
         self._known[storage._cdata] = StorageWeakRef(storage)  # while it lives, no other storage has this number
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         return storage is not None and storage._cdata in self._known
-
-
-def _storage(tensor: torch.Tensor) -> Any:
-    try:
-        return tensor.untyped_storage()
-    except (RuntimeError, NotImplementedError):  # sparse, or wrapped by a transform
-        return None
 
 
 class DeviceMode(TorchFunctionMode):
@@ -291,7 +285,7 @@ def _is_async(args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def _storage_number(tensor: torch.Tensor) -> int | None:
-    storage = _storage(tensor)
+    storage = storage_of(tensor)
     return None if storage is None else int(storage._cdata)
 
 

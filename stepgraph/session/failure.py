@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from stepgraph.backends import Backend
 from stepgraph.catalogue import Entry, entry, lookup
-from stepgraph.errors import CaptureError, CaptureRefused, Location, StepgraphError
+from stepgraph.errors import CaptureError, CaptureRefused, Location, StepgraphError, refusal_in
 from stepgraph.frames import error_location, torch_function
 
 _READS = re.compile(r"\.(tolist|item|cpu|numpy)\(|\.to\(\s*(device\s*=\s*)?[\"']cpu")
@@ -22,15 +22,17 @@ def capture_error(step: str, error: Exception, backend: Backend) -> StepgraphErr
     """Return the error to raise for a capture of `step` that ended in `error`.
 
     If the cause is known, the new error has the traceback of `error`, so that it ends at the line of the step that
-    failed. On the tape the fix does not advise the tape.
+    failed. On the tape the fix does not advise the tape. A refusal that a library has put into an error of its own is
+    found in there.
     """
-    if isinstance(error, StepgraphError):
-        return error
-    if isinstance(error, CaptureRefused):
-        inside, fix = _reader_and_fix(error.row, error)
+    refused = refusal_in(error)
+    if isinstance(refused, StepgraphError):
+        return refused
+    if refused is not None:
+        inside, fix = _reader_and_fix(refused.row, refused)
         return CaptureError.from_entry(
-            step, error.row, operation=error.operation, where=error.where, inside=inside, fix=fix
-        ).with_traceback(error.__traceback__)
+            step, refused.row, operation=refused.operation, where=refused.where, inside=inside, fix=fix
+        ).with_traceback(refused.__traceback__)
     raw = str(error).split("\n", 1)[0]
     where = error_location(error)
     row = lookup(str(error))
@@ -49,6 +51,11 @@ def capture_error(step: str, error: Exception, backend: Backend) -> StepgraphErr
         fix="see the original error above"
         + ("." if backend.name == "tape" else "; run the step with backend='tape' on CPU tensors to find the line."),
     )
+
+
+def cause_of(raised: StepgraphError, error: Exception) -> Exception | None:
+    """Return what to raise a capture's error from: nothing if it was in the chain of `error` already."""
+    return None if refusal_in(error) is raised else error
 
 
 def _reader_and_fix(row: Entry, error: Exception) -> tuple[str, str | None]:

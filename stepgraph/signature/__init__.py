@@ -10,6 +10,7 @@ from stepgraph.signature.ambient import (
     compiler_guards,
     reason_for_eager,
     saved_tensor_hooks,
+    transform_around,
 )
 from stepgraph.signature.differences import Difference, find_differences
 from stepgraph.signature.key import (
@@ -49,4 +50,5 @@ __all__ = [
     "refuse_tensor_classes",
     "saved_tensor_hooks",
     "tensor_key",
+    "transform_around",
 ]

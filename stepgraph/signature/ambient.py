@@ -31,6 +31,7 @@ from torch._C import (
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
+from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -89,13 +90,15 @@ AMBIENT_NAMES = (
     *("cudnn deterministic", "cudnn benchmark", "cudnn enabled"),
     *("flash attention", "memory-efficient attention", "math attention", "cudnn attention"),
     *("reduction in math attention", "fp16 accumulation", "fill of new memory", "fast path of attention modules"),
-    "anomaly mode",
+    *("anomaly mode", "a transform of torch.func", "forward-mode differentiation"),
     *("default dtype of autocast on cuda", "default dtype of autocast on cpu"),
     *("torch-function modes", "dispatch modes", "saved-tensor hooks"),
 )
 _RESTORED = ("grad mode", "inference mode", "autocast on cuda", "autocast on cpu", "autocast cache")
 """The flags that `as_called` sets for a recording."""
-_ANOMALY, _HOOKS = AMBIENT_NAMES.index("anomaly mode"), AMBIENT_NAMES.index("saved-tensor hooks")
+_HOOKS = AMBIENT_NAMES.index("saved-tensor hooks")
+_EAGER = AMBIENT_NAMES.index("anomaly mode")
+"""The first of three flags that ask for eager code; the other two are of transforms."""
 _NOWHERE = functools.partial(tuple)  # the getter of a flag that this torch does not have
 _matmul_precision, _conv_precision = _precision("cuda", "matmul"), _precision("cuda", "conv")
 _fp16_accumulation = getattr(torch._C, "_get_cublas_allow_fp16_accumulation", _NOWHERE)
@@ -111,6 +114,8 @@ _guard_knows_tf32 = '"allow_tf32"' in str(getattr(_make_guard(), "__getstate__",
 _matmul_unless_guarded = _NOWHERE if _guard_knows_tf32 else _matmul_precision
 _is_inference = torch.is_inference_mode_enabled
 _is_anomaly = torch.is_anomaly_enabled
+_is_transforming = torch._C._are_functorch_transforms_active
+_forward_mode = functools.partial(getattr, forward_ad, "_current_level")
 _autocast_dtype = torch.get_autocast_dtype
 _USUAL_DTYPES = {"cuda": torch.float16, "cpu": torch.bfloat16}
 
@@ -136,6 +141,8 @@ def _polled() -> tuple[Any, ...]:
         _fill(),
         _fast_path(),
         _is_anomaly(),
+        _is_transforming(),
+        _forward_mode() >= 0,
         _autocast_dtype("cuda"),
         _autocast_dtype("cpu"),
         _len_torch_function_stack(),
@@ -143,8 +150,16 @@ def _polled() -> tuple[Any, ...]:
 
 
 def reason_for_eager(ambient: tuple[Hashable, ...]) -> str | None:
-    """The flag around a call that asks for eager code: in anomaly mode autograd checks each result of a backward."""
-    return "anomaly mode" if ambient[_ANOMALY] else None
+    """The flag around a call that asks for eager code: in anomaly mode autograd checks each result of a backward.
+
+    A transform (vmap, grad, jvp) computes something else of the same code, which no graph has.
+    """
+    return next((AMBIENT_NAMES[i] for i in range(_EAGER, _EAGER + 3) if ambient[i]), None)
+
+
+def transform_around(ambient: tuple[Hashable, ...]) -> str | None:
+    """The transform around a call, if there is one: what the call returns must stay a part of it."""
+    return reason_for_eager(ambient) if ambient[_EAGER + 1] or ambient[_EAGER + 2] else None
 
 
 def saved_tensor_hooks(ambient: tuple[Hashable, ...]) -> str | None:

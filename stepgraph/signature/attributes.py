@@ -16,6 +16,7 @@ import torch
 
 from stepgraph.errors import InvalidArgument
 from stepgraph.plain import is_plain, token
+from stepgraph.storage import special_kind
 from stepgraph.wording import with_article
 
 _MARKS = (
@@ -98,7 +99,7 @@ def as_given(made: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_unlike_buffers(leaves: Sequence[Any], names: Sequence[str]) -> None:
-    """Refuse tensors that no buffer can replace: with attributes that are not plain, or without data."""
+    """Refuse tensors that no buffer can replace: of a special kind, with attributes not plain, or without data."""
     for leaf, name in zip(leaves, names, strict=True):
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.Parameter):
             continue
@@ -108,6 +109,14 @@ def refuse_unlike_buffers(leaves: Sequence[Any], names: Sequence[str]) -> None:
                 rule="tensor-class",
                 why="it has no data that could be copied into a buffer.",
                 fix="pass its shape (x.shape, a plain value), or let the step take the tensor from a variable.",
+            )
+        if special := special_kind(leaf):
+            raise InvalidArgument(
+                f"`{name}` is a {special}",
+                rule="tensor-class",
+                why="an argument is copied into a buffer, which has only shape, strides and dtype.",
+                fix="pass the plain tensors that it consists of (its values, indices, offsets), and put them together "
+                "elsewhere, or leave the part that takes it out of the graphs.",
             )
         for attribute, kind in attributes_on(leaf).others.items():
             raise InvalidArgument(

@@ -23,6 +23,7 @@ from stepgraph.errors import CaptureError, InvalidArgument
 from stepgraph.signature.ambient import AMBIENT_NAMES
 from stepgraph.signature.attributes import NONE, Attributes, attributes_in, attributes_on, refuse_unlike_buffers
 from stepgraph.signature.memory import Alignment, alignment_of
+from stepgraph.storage import address_of, is_strided, shape_of, special_kind
 from stepgraph.tree import Structure, argument_name, hidden_tensor, paths
 from stepgraph.wording import with_article
 
@@ -102,10 +103,11 @@ _GRAD = 5
 
 def tensor_key(tensor: torch.Tensor) -> tuple[Hashable, ...]:
     """A tensor's part of the key: its geometry, and its attributes, if it has any."""
+    is_usual = tensor.layout is torch.strided and not tensor.is_nested  # asked of each tensor: not `is_strided`
     geometry = (
         type(tensor),
-        tensor.shape,
-        tensor.stride(),
+        tensor.shape if is_usual else shape_of(tensor),
+        tensor.stride() if is_usual else special_kind(tensor),
         tensor.dtype,
         tensor.device,
         tensor.requires_grad and ("leaf" if tensor.is_leaf else "computed"),
@@ -127,7 +129,7 @@ def leaf_key(leaf: Any) -> Hashable:
         return tensor_key(leaf)
     if isinstance(leaf, torch.Tensor):
         # a parameter is not copied in: it is the thing itself, and a graph has its address baked in
-        own = ("itself", id(leaf), leaf.data_ptr()) if isinstance(leaf, torch.nn.Parameter) else ()
+        own = ("itself", id(leaf), address_of(leaf)) if isinstance(leaf, torch.nn.Parameter) else ()
         return (*tensor_key(leaf), *own)
     if type(leaf) is float:
         return (float, leaf.hex())
@@ -190,9 +192,9 @@ def gradient_mark(tensor: torch.Tensor) -> str:
     mark, grad = "leaf", tensor.grad
     if grad is not None:
         mark = "leaf with .grad"
-        if grad.layout is not torch.strided:
-            mark += " that is sparse"
-        elif grad.stride() != tensor.stride():
+        if not is_strided(grad):
+            mark += f" that is a {special_kind(grad)}"
+        elif is_strided(tensor) and grad.stride() != tensor.stride():
             mark += f" of strides {list(grad.stride())}"
     return f"{mark}, hooks" if has_gradient_hooks(tensor) else mark
 
@@ -250,9 +252,10 @@ def refuse_tensor_classes(leaves: Sequence[Any], names: Sequence[str]) -> None:
     for leaf, name in zip(leaves, names, strict=True):
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.Parameter):
             continue
-        if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_nested:
+        special = special_kind(leaf) or ("symbolic zero" if leaf._is_zerotensor() else "")
+        if special or type(leaf) is not torch.Tensor:
             raise InvalidArgument(
-                f"`{name}` is {with_article(type(leaf))} of layout {str(leaf.layout).removeprefix('torch.')}",
+                f"`{name}` is {with_article(special or type(leaf))}",
                 rule="tensor-class",
                 fix="pass and return plain tensors, and put them together elsewhere.",
             )
@@ -271,9 +274,12 @@ def _is_numpy(leaf: Any) -> bool:
 def describe_leaf(key: Any) -> str:
     """A leaf's key in words: `f32[4, 16] cpu`, `'mean'`, `<Linear object>`."""
     if len(key) > 3:
-        kind, shape, _, dtype, device, requires_grad, conj, neg, *same = (p for p in key if type(p) is not Alignment)
+        kind, shape, stride, dtype, device, requires_grad, conj, neg, *same = (
+            p for p in key if type(p) is not Alignment
+        )
         name = _SHORT.get(dtype, str(dtype).removeprefix("torch."))
         notes = "" if kind is torch.Tensor else f" {kind.__name__}"
+        notes += f" {stride}" if isinstance(stride, str) else ""
         notes += f" requires_grad ({requires_grad})" if requires_grad else ""
         notes += " conj" * conj + " neg" * neg
         if same and isinstance(same[0], Attributes):

@@ -12,15 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from stepgraph.errors import CaptureError
-
-
-def memory_of(tensor: Any) -> int | None:
-    """The id of a tensor's memory, or None where it has none."""
-    is_memory = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.numel() > 0
-    try:
-        return int(tensor.untyped_storage()._cdata) if is_memory else None
-    except (NotImplementedError, RuntimeError):  # a subclass without a storage of its own
-        return None
+from stepgraph.storage import geometry_of, is_strided, memory_of, special_kind, storage_of
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
@@ -48,7 +40,7 @@ def alignment_of(tensor: torch.Tensor, device: str) -> Alignment | None:
     """
     if tensor.device.type != device or not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() < 2:
         return None
-    if tensor.layout is not torch.strided or tensor.is_nested or memory_of(tensor) is None:
+    if memory_of(tensor) is None:
         return None
     address = tensor.data_ptr()
     if device == "cpu":
@@ -97,11 +89,9 @@ def sharing(leaves: Sequence[Any], written: Collection[int]) -> list[tuple[int, 
 
 def _lie_apart(leaves: Sequence[Any]) -> bool:
     """One fast check that each tensor has a memory of its own; False is inconclusive."""
-    try:
-        found = [leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    except (NotImplementedError, RuntimeError):  # a tensor without one
-        return False
-    return len(found) == len(set(found))
+    found = [storage_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    known = [storage._cdata for storage in found if storage is not None]
+    return len(found) == len(set(known))
 
 
 def keys_apart(
@@ -131,6 +121,8 @@ def moved_argument(name: str) -> CaptureError:
 
 def geometry(tensor: torch.Tensor) -> tuple[Hashable, ...]:
     """A tensor's address, shape, strides and dtype."""
+    if not is_strided(tensor):
+        return (geometry_of(tensor),)
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
@@ -142,8 +134,8 @@ class Contents:
         self._copies: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         with torch.no_grad():
             for index, tensor in tensors:
-                is_plain = type(tensor) is torch.Tensor and memory_of(tensor) is not None and not tensor.is_quantized
-                if is_plain and id(tensor) not in seen and has_memory(tensor):
+                is_plain = type(tensor) is torch.Tensor and memory_of(tensor) is not None
+                if is_plain and not special_kind(tensor) and id(tensor) not in seen and has_memory(tensor):
                     seen.add(id(tensor))
                     self._copies.append((index, tensor, tensor.detach().clone()))
 
@@ -184,7 +176,7 @@ class SavedContents:
             resize_as_before(storage, num_bytes)
         with torch.no_grad():
             for tensor, content in self._copies:
-                tensor.data.copy_(content)
+                (tensor.data if is_strided(tensor) else tensor).copy_(content)  # `data` of others has parts of its own
 
 
 def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:

@@ -18,7 +18,8 @@ from stepgraph.buffers.inputs import StaticInputs, buffer_like, is_copied_in, te
 from stepgraph.errors import CaptureError
 from stepgraph.signature import refuse_gradient
 from stepgraph.signature.attributes import as_given
-from stepgraph.signature.memory import geometry, memory_of, moved_argument, overlap, version_of
+from stepgraph.signature.memory import geometry, moved_argument, overlap, version_of
+from stepgraph.storage import memory_of
 
 
 def on_device(leaves: Sequence[Any], backend: Backend) -> list[Any]:

@@ -23,8 +23,8 @@ from stepgraph.errors import CaptureError, InvalidArgument, StepgraphError
 from stepgraph.session.session import Session
 from stepgraph.signature import Described, describe_leaf, is_plain, leaf_key, leaf_keys
 from stepgraph.signature.attributes import refuse_unlike_buffers
-from stepgraph.signature.memory import memory_of
 from stepgraph.step.arguments import StepArguments
+from stepgraph.storage import memory_of
 from stepgraph.tracebacks import entry_point, trim
 from stepgraph.tree import Structure, flatten, paths, unflatten
 from stepgraph.wording import counted, with_article

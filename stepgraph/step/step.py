@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer
 
 from stepgraph.backends import Backend
 from stepgraph.buffers.outputs import detached
-from stepgraph.errors import CaptureError, ClosedError, StepgraphError
+from stepgraph.errors import CaptureError, ClosedError, InvalidArgument, StepgraphError
 from stepgraph.frames import untraced, warn_user
 from stepgraph.guards.protocol import Change, Remedy, told
 from stepgraph.observe.discovery import Reached
@@ -32,7 +32,7 @@ from stepgraph.oplog import Difference, is_logged
 from stepgraph.optim.optimizer import make_capturable
 from stepgraph.optim.steps import at_optimizer_steps
 from stepgraph.session.backend_choice import choose_backend, refuse_other_devices
-from stepgraph.session.failure import capture_error
+from stepgraph.session.failure import capture_error, cause_of
 from stepgraph.session.interrupt import interrupts_held
 from stepgraph.session.messages import (
     keeps_changing,
@@ -46,7 +46,15 @@ from stepgraph.session.messages import (
 from stepgraph.session.proof import CallProof, NotWarm, Shown, next_audit, tell_other_path
 from stepgraph.session.report import GraphReport, outline
 from stepgraph.session.session import Session
-from stepgraph.signature import AmbientReader, Signature, argument_names, leaf_keys, reason_for_eager, refuse_opaque
+from stepgraph.signature import (
+    AmbientReader,
+    Signature,
+    argument_names,
+    leaf_keys,
+    reason_for_eager,
+    refuse_opaque,
+    transform_around,
+)
 from stepgraph.signature.attributes import refuse_unlike_buffers
 from stepgraph.step.arguments import on_device
 from stepgraph.step.binding import BoundSteps, has_own_name, options_of_copy
@@ -220,11 +228,15 @@ class CapturedStep(Generic[P, R]):
                         return result
             if self._session.closed or self._life is not _Life.OPEN:
                 self._settle((args, kwargs))
+            ambient = self._ambient.read()
+            if (transform := transform_around(ambient)) is not None:
+                self._counts.eager_reasons[transform] += 1
+                return self._function(*args, **kwargs)
             leaves, structure = self._flatten(args, kwargs)
             if self._bucketing is None:
-                return cast(R, self._dispatch(CallArgs(leaves, structure, (args, kwargs))))
+                return cast(R, self._dispatch(CallArgs(leaves, structure, (args, kwargs)), ambient))
             padded = self._bucketing.pad(leaves, structure)
-            whole = self._dispatch(CallArgs(padded.leaves, structure, None))
+            whole = self._dispatch(CallArgs(padded.leaves, structure, None), ambient)
             result = self._bucketing.cut(padded, structure, whole)
             if self._options.nan_check == "device" and not self._is_capturing():
                 self._flags.post(self._counts.calls, self._bucketing.flags(whole, result), self._session.backend)
@@ -237,14 +249,13 @@ class CapturedStep(Generic[P, R]):
             if is_alone:
                 calling.release()
 
-    def _dispatch(self, given: CallArgs) -> Any:
+    def _dispatch(self, given: CallArgs, ambient: tuple[Hashable, ...]) -> Any:
         leaves, structure = given.leaves, given.structure
         if self._is_capturing() or is_logged():  # called inside another captured step, as a part of it
             return self._call(given, leaves)
         if self._flags.pending:
             self._flags.check()
         keys = leaf_keys(leaves, gradients=True, on=self._session.backend.device.type)
-        ambient = self._ambient.read()
         site = self._sites.get((structure, keys, ambient))
         if site is not None and site.learnt.written and (apart := site.keys_apart(keys, leaves)) is not None:
             keys, site = apart, self._sites.get((structure, apart, ambient))
@@ -464,9 +475,8 @@ class CapturedStep(Generic[P, R]):
         if site is None:
             refuse_opaque(leaves)
             call = Signature(structure, keys, ambient, arguments=self._origin.arguments)
-            refuse_unlike_buffers(leaves, call.names())
             site = Site(call)
-            site.obstacle = reason_for_eager(ambient)
+            site.obstacle = reason_for_eager(ambient) or self._unlike_buffers(call, leaves)
         if site.obstacle is not None and site.changes.is_pause_over():  # what kept changing may rest by now
             site.obstacle = None
             site.start_over(credit=self._options.warmup - 1)
@@ -480,6 +490,16 @@ class CapturedStep(Generic[P, R]):
             return self._capture_and_replay(site, given)
         site.keep(leaves)
         return self._warm_up(site, decision.reason, given)
+
+    def _unlike_buffers(self, call: Signature, leaves: Sequence[Any]) -> str | None:
+        """Refuse arguments that no buffer can replace; under `on_error`, return why calls with them stay eager."""
+        try:
+            refuse_unlike_buffers(leaves, call.names())
+        except InvalidArgument as error:
+            if not self._options.goes_on_eagerly:
+                raise
+            return f"{error.what}   [{error.rule}]"
+        return None
 
     def _warm_up(self, site: Site, reason: str, given: CallArgs) -> Any:
         try:
@@ -561,7 +581,7 @@ class CapturedStep(Generic[P, R]):
         raised = capture_error(self._name, error, self._session.backend)
         is_harmless = raised.rule in _HARMLESS and not self._options.strict
         if not self._options.goes_on_eagerly and not is_harmless:
-            raise raised from (None if raised is error else error)
+            raise raised from cause_of(raised, error)
         site.obstacle = f"capture failed: [{raised.rule}]"
         goes_on = "in eager" if self._fallback is None or not has_parts else self._fallback.begin()
         warn_user(f"{raised}\nThe step goes on {goes_on}.")

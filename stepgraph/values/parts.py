@@ -35,6 +35,7 @@ from stepgraph.plain import (
     token,
     told,
 )
+from stepgraph.storage import geometry_of, special_kind
 from stepgraph.values.naming import Label, describe_change
 
 _MAX_SINGLE = 16
@@ -153,11 +154,13 @@ def bytes_of(array: Any, _: Any) -> Any:
 
 
 def layout_at(tensor: torch.Tensor, _: Any) -> Any:
-    """Return the layout of a tensor and its `requires_grad`, or MISSING if it has no memory (sparse, nested)."""
-    try:
-        return layout_of(tensor), tensor.requires_grad
-    except RuntimeError:
-        return MISSING
+    """Return the layout of a tensor that has one, and its `requires_grad`."""
+    return layout_of(tensor), tensor.requires_grad
+
+
+def geometry_at(tensor: torch.Tensor, _: Any) -> Any:
+    """Return what a tensor without a layout consists of (sparse, nested), and where its parts are."""
+    return geometry_of(tensor)
 
 
 def _base_of(where: Any) -> Any:
@@ -195,6 +198,9 @@ class Place:
             if moved is None:
                 return describe_change(f"{name}.requires_grad", self.value[1], now[1], self.is_users)
             return Change(name, "a tensor", f"the same tensor, which {moved}", is_users=self.is_users)
+        if self.read is geometry_at:
+            what = "the same tensor with other parts, or in other memory"
+            return Change(name, f"a {special_kind(self.where)}", what, is_users=self.is_users)
         if self.read is bytes_of:
             kind = "array" if is_numpy(type(self.where), "ndarray") else type(self.where).__name__
             article = "an" if kind[0] in "aeio" else "a"

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from stepgraph.guards.layout import layout_of
 from stepgraph.guards.protocol import Change
 from stepgraph.native.row import GuardRow
 from stepgraph.plain import attributes_of, cached_by
@@ -64,7 +65,8 @@ class Watch:
         self._row = self._new_row()
 
     def __len__(self) -> int:
-        return sum(place.read not in (parts.class_of, parts.layout_at) for place in self._notes.places)
+        others = (parts.class_of, parts.layout_at, parts.geometry_at)
+        return sum(place.read not in others for place in self._notes.places)
 
     def changed(self) -> list[Change]:
         """Return the changes; without changes this is fast."""
@@ -207,7 +209,7 @@ class _Notes:
             if str(label) not in self._ignore and not is_live:
                 self.sources.append(source)
         elif issubclass(kind, torch.Tensor):
-            note(label, parts.layout_at)
+            note(label, parts.geometry_at if layout_of(value) is None else parts.layout_at)
         elif issubclass(kind, (dict, list, deque)):
             note(label.length, parts.length_of)
             is_ordered = is_users and issubclass(kind, dict) and 1 < dict.__len__(value) <= MAX_ITEMS

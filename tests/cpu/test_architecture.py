@@ -23,6 +23,7 @@ ROOMS = (
     "catalogue",
     "collector",
     "errors",
+    "storage",
     "tracebacks",
     "frames",
     "config",

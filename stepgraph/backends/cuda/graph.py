@@ -26,6 +26,7 @@ from stepgraph.backends.nodes import Nodes
 from stepgraph.backends.resizing import refusing_resizes
 from stepgraph.collector import collector_at_rest
 from stepgraph.errors import CaptureRefused
+from stepgraph.storage import storage_of
 
 
 def _runtime() -> Any | None:
@@ -338,8 +339,7 @@ class CudaWorkspace(Workspace):
         return sum(segment["total_size"] for segment in self._segments())
 
     def held(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        plain = (t for t in tensors if t.is_cuda and t.layout is torch.strided and not t._is_zerotensor())
-        found = [(t.untyped_storage().data_ptr(), t) for t in plain]
+        found = [(own.data_ptr(), t) for t in tensors if t.is_cuda and (own := storage_of(t)) is not None]
         ranges = [(s["address"], s["total_size"]) for s in self._segments()] if found else []
         return [t for begin, t in found if any(0 <= begin - address < size for address, size in ranges)]
 

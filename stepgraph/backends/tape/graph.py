@@ -36,6 +36,7 @@ from stepgraph.catalogue import entry
 from stepgraph.errors import CaptureRefused, StaleMemoryError
 from stepgraph.frames import user_location
 from stepgraph.signature.memory import resize_as_before
+from stepgraph.storage import special_kind
 
 _ALLOCATIONS = frozenset(
     f"aten::{n}" for n in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
@@ -316,8 +317,8 @@ class TapeGraph(Graph):
         return all(storage in known or self._pool.find(storage) is not None for storage in made)
 
     def _check(self, name: str, tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> None:
-        if any(t.layout is not torch.strided or t.is_nested for t in tensors):
-            self.refuse(CaptureRefused(entry("tape-limit"), f"{name} on a sparse or nested tensor", user_location()))
+        if (special := next(filter(None, map(special_kind, tensors)), None)) is not None:
+            self.refuse(CaptureRefused(entry("tape-limit"), f"{name} on a {special}", user_location()))
         if any(isinstance(leaf, torch.Generator) and not self.knows(leaf) for leaf in leaves):
             self.refuse(CaptureRefused(entry("generator"), name, user_location()))
 
@@ -329,8 +330,8 @@ class TapeGraph(Graph):
                 continue
             if not _has_numbers(result):
                 continue
-            if result.layout is not torch.strided or result.is_nested:
-                self.refuse(CaptureRefused(entry("tape-limit"), f"{name} makes no plain tensor", user_location()))
+            if special := special_kind(result):
+                self.refuse(CaptureRefused(entry("tape-limit"), f"{name} makes a {special}", user_location()))
             storage = result.untyped_storage()
             if storage._cdata in known:
                 continue

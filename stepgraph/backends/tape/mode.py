@@ -38,13 +38,20 @@ from stepgraph.backends.tape.memory import TapePool
 from stepgraph.backends.tape.op import PythonKernel, has_memory
 from stepgraph.backends.tape.refusals import HostReadGuard, OperatorGuard, is_lift, unseen_by_modules
 from stepgraph.backends.tape.rng import RandomCalls, recorded_rng_calls
-from stepgraph.backends.threads import compiled_code_runs_eagerly
+from stepgraph.backends.threads import compiled_code_runs_eagerly, control_flow_is_compiled
 from stepgraph.catalogue import entry
 from stepgraph.collector import collector_at_rest
 from stepgraph.errors import CaptureRefused
 from stepgraph.frames import user_location
 from stepgraph.ran import Unnoted
 from stepgraph.signature import OwnMode
+from stepgraph.storage import storage_of
+
+_QUESTIONS = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("_nested_tensor_size", "_nested_tensor_strides", "_nested_tensor_storage_offsets")
+)
+"""What C++ code asks of a nested tensor where it cannot pass on an error: a refusal there would end the process."""
 
 
 class RecordingMode(dispatch.TorchDispatchMode, OwnMode, LooksInside):
@@ -98,6 +105,8 @@ class RecordingMode(dispatch.TorchDispatchMode, OwnMode, LooksInside):
     ) -> Any:
         if not isinstance(func, torch._ops.OpOverload):
             graph.refuse(CaptureRefused(entry("tape-limit"), f"higher-order operator {func}", user_location()))
+        if func in _QUESTIONS:
+            return func(*args, **kwargs)
         if not all(has_memory(t) for t in types):
             return NotImplemented  # a wrapper around other tensors: let it take itself apart first
         with torch._C.DisableTorchFunction():
@@ -124,8 +133,10 @@ class TapeWorkspace(Workspace):
         own = [g for g in generators if g is not torch.default_generator and g.device.type == "cpu"]
         return TapeGraph(self._head, self._pool, own, lane)
 
-    def warming_up(self) -> contextlib.AbstractContextManager[None]:
-        return compiled_code_runs_eagerly()
+    @contextlib.contextmanager
+    def warming_up(self) -> Iterator[None]:
+        with compiled_code_runs_eagerly(), control_flow_is_compiled():
+            yield
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
@@ -133,7 +144,7 @@ class TapeWorkspace(Workspace):
             gc.collect(1)
         guard, random = HostReadGuard(self._head.refuse), self._random
         recording = RecordingMode(self._head, guard, random)
-        with collector_at_rest(), self.warming_up(), refusing_resizes(lambda: self._head.graph):
+        with collector_at_rest(), compiled_code_runs_eagerly(), refusing_resizes(lambda: self._head.graph):
             try:
                 with recorded_rng_calls(random), unseen_by_modules(guard), guard, recording:
                     yield
@@ -144,8 +155,8 @@ class TapeWorkspace(Workspace):
         return self._pool.num_bytes
 
     def held(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        strided = (tensor for tensor in tensors if tensor.layout is torch.strided)
-        return [tensor for tensor in strided if self._pool.find(tensor.untyped_storage()._cdata) is not None]
+        found = ((tensor, storage_of(tensor)) for tensor in tensors)
+        return [tensor for tensor, own in found if own is not None and self._pool.find(own._cdata) is not None]
 
     def close(self) -> None:
         self._pool = TapePool()
