@@ -1,8 +1,8 @@
 """The range of each numeric setting, in one table.
 
-A type says that `optimizer.adam_beta1` is a number; torch takes only those from 0 to less than 1, and no integer of more
-than 64 bits. What torch would refuse in the middle of a run is refused when the configuration is validated. Every
-numeric field stands here, which a test checks. The items of a list have a row of their own, `train.rampup_batch_size[]`.
+A type says that `optimizer.adam_beta1` is a number; torch takes only those from 0 to less than 1, and no integer of
+more than 64 bits. What torch would refuse in the middle of a run is refused when the configuration is validated. Every
+numeric field stands here, which a test checks. Items of a list have a row of their own, `train.rampup_batch_size[]`.
 """
 
 from __future__ import annotations

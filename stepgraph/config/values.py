@@ -111,7 +111,7 @@ def _as(choice: Any, value: Any) -> Any:
 
 def _is_huge(value: Any) -> bool:
     """True for an integer that torch's integers of 64 bits cannot hold."""
-    return isinstance(value, int) and value.bit_length() > 63
+    return isinstance(value, int) and not -(2**63) <= value < 2**63
 
 
 def _rank(text: str, choice: Any) -> int:

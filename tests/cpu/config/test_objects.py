@@ -124,7 +124,7 @@ def test_engines_refuse_fp8_in_the_mixed_precision(mix: str) -> None:
         checked_settings(SimpleNamespace(model=megatron(), mixed_precision=mix), HOPPER)
     config = ours()
     config.mixed_precision = "bf16_with_fp8_current_scaling_mixed"
-    with pytest.raises(stepgraph.ConfigError, match="mixed_precision.fp8='hybrid'"):
+    with pytest.raises(stepgraph.ConfigError, match=r"mixed_precision\.fp8='hybrid'"):
         checked_settings(config, HOPPER)
 
 
