@@ -380,3 +380,10 @@ def test_one_process_starts_from_weights_of_stages(
         for saved in (one, folder / run / "saved")
     ]
     assert losses[0] == losses[1]
+
+
+def test_second_run_of_a_torchrun_program_has_a_group_of_its_own(tmp_path: Path) -> None:
+    given = ["eager", "train.train_iters=2", "--own-groups"]
+    found = train(tmp_path, {name: given for name in ("first", "second", "third")})
+    assert found["second"] == found["first"]
+    assert found["third"] == found["first"]
