@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 
 class Ranks:
@@ -91,8 +90,11 @@ def start_processes(device: torch.device, backend: str | None = None, timeout_mi
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         dist.init_process_group(used, timeout=timeout)
         return True
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     number = store.add(f"stepgraph/groups_of_{rank}", 1)  # alike on all ranks, which join one group after another
-    own = dist.PrefixStore(f"stepgraph/{number}", store)
+    own = PrefixStore(f"stepgraph/{number}", store)
     dist.init_process_group(used, timeout=timeout, store=own, rank=rank, world_size=size)
     return True
