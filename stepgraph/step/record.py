@@ -29,6 +29,7 @@ from stepgraph.observe.escaped_tensors import Place, is_newborn, kept_tensor, se
 from stepgraph.observe.finder import reachable, tensors_in
 from stepgraph.observe.lines import line_of_return
 from stepgraph.observe.nonfinite import Flags
+from stepgraph.observe.output import Output
 from stepgraph.observe.own_changes import ModelState
 from stepgraph.observe.step_objects import StepObjects, numbered
 from stepgraph.oplog import Difference, Log, first_difference
@@ -157,6 +158,7 @@ class StepCapture:
         self._session, self._options = session, options
         self._events = RegistrationEvents()
         self.logs = StepLogs()
+        self.output = Output()
         self.restless = Restless()
         self.moved: dict[int, str] = {}
         """Why optimizers were moved out of the graph, by id."""
@@ -597,6 +599,7 @@ class StepCapture:
             ran.noting() if look.at_code else contextlib.nullcontext(),
             self.logs.noting(leaves, site.touched, device, ignored, arguments) as log,
             look.trace or contextlib.nullcontext(),
+            self.output.noticed(),
         ):
             result = self._function(*args, **kwargs)
             log.note_result(result)
