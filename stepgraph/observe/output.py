@@ -12,13 +12,12 @@ import contextlib
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from stepgraph import catalogue
 from stepgraph.errors import Location
 from stepgraph.frames import is_engine, is_installed, is_of_python, is_users_code, warn_user
-from stepgraph.optim.steps import shadowed
 
 _RULE = "host-print"
 
@@ -33,21 +32,14 @@ class Output:
     @contextlib.contextmanager
     def noticed(self) -> Iterator[None]:
         """Notice what this thread writes in this block."""
-        with contextlib.ExitStack() as stack:
-            for stream in {id(each): each for each in (sys.stdout, sys.stderr)}.values():
-                if hasattr(stream, "__dict__"):
-                    stack.enter_context(shadowed(stream, "write", self._noticing(stream.write)))
+        streams = {id(each): each for each in (sys.stdout, sys.stderr) if hasattr(each, "__dict__")}.values()
+        writers = [(stream, _Writer(stream, self._lines)) for stream in streams]
+        try:
             yield
-
-    def _noticing(self, write: Callable[..., Any]) -> Callable[..., Any]:
-        thread = threading.get_ident()
-
-        def noticed(*args: Any) -> Any:
-            if threading.get_ident() == thread and (line := _line_that_writes(sys._getframe(1))) is not None:
-                self._lines.setdefault(line, False)
-            return write(*args)
-
-        return noticed
+        finally:
+            for stream, writer in writers:
+                writer.is_over = True
+                _put_back(stream)
 
     def warn(self, name: str) -> None:
         """Name the lines that wrote in the recordings so far, if any is new."""
@@ -57,6 +49,32 @@ class Output:
             entry = catalogue.entry(_RULE)
             listed = "\n".join(f"  {line}" for line in new)
             warn_user(f"{name} writes to stdout or stderr   [{_RULE}]\n{listed}\nWhy: {entry.why}\nFix: {entry.fix}")
+
+
+class _Writer:
+    """Stands in the place of a stream's `write`, and notes the lines of its thread."""
+
+    def __init__(self, stream: Any, lines: dict[Location, bool]) -> None:
+        self.before = vars(stream).get("write")
+        self.is_over = False
+        self._write, self._lines, self._thread = stream.write, lines, threading.get_ident()
+        vars(stream)["write"] = self
+
+    def __call__(self, *args: Any) -> Any:
+        is_meant = threading.get_ident() == self._thread and not self.is_over
+        if is_meant and (line := _line_that_writes(sys._getframe(1))) is not None:
+            self._lines.setdefault(line, False)
+        return self._write(*args)
+
+
+def _put_back(stream: Any) -> None:
+    """Take the writers of recordings that are over off a stream; another thread may be in the middle of one."""
+    attributes = vars(stream)
+    while isinstance(writer := attributes.get("write"), _Writer) and writer.is_over:
+        if writer.before is None:
+            del attributes["write"]
+        else:
+            attributes["write"] = writer.before
 
 
 def _line_that_writes(frame: types.FrameType | None) -> Location | None:

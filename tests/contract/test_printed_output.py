@@ -14,6 +14,7 @@ import torch
 
 import stepgraph
 from stepgraph.errors import StepgraphWarning
+from stepgraph.observe.output import Output
 
 LOG = logging.getLogger("a user's")
 
@@ -85,6 +86,17 @@ def test_output_of_another_thread_is_not_named(device: torch.device) -> None:
         return x * 2
 
     assert not said(lambda: times(stepgraph.capture(train_step), 6, device))
+
+
+def test_streams_are_put_back_after_recordings_in_two_threads() -> None:
+    one, two = Output().noticed(), Output().noticed()
+    one.__enter__()
+    two.__enter__()
+    one.__exit__(None, None, None)
+    print("seen by the second")
+    two.__exit__(None, None, None)
+    assert "write" not in vars(sys.stdout)
+    assert "write" not in vars(sys.stderr)
 
 
 class Printing(torch.nn.Linear):
