@@ -45,6 +45,11 @@ def is_user(file: str) -> bool:
     return not (file.startswith((_TORCH, "<")) or is_engine(file) or file.endswith("contextlib.py"))
 
 
+def is_of_python(file: str) -> bool:
+    """Whether a file belongs to Python's own library."""
+    return file.startswith(_STANDARD) and not is_installed(file)
+
+
 def is_installed(file: str) -> bool:
     """Whether a file belongs to an installed library."""
     return _INSTALLED in file

@@ -4,7 +4,8 @@
     python tests/train_worker.py FOLDER ... --then FOLDER ... --then FOLDER ...
 
 Parked, it writes `parked_<rank>` to FOLDER and waits for a signal. In the end it writes its losses there, as JSON. One
-process can do several runs, one after another in one process group: to start a process takes longer than a run.
+process can do several runs, one after another in one process group: to start a process takes longer than a run. With
+`--own-groups` each run has a process group of its own, as under torchrun.
 With `--built` the model is the one that the configuration describes, which has no dropout by default.
 """
 
@@ -104,11 +105,12 @@ def split(arguments: Sequence[str]) -> list[list[str]]:
 def run_all(runs: Sequence[Sequence[str]]) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    if len(runs) > 1:
+    is_shared = len(runs) > 1 and "--own-groups" not in runs[0]
+    if is_shared:
         dist.init_process_group("gloo")
     for folder, *arguments in runs:
         main(Path(folder), *arguments)
-    if len(runs) > 1:
+    if is_shared:
         end_together()
 
 

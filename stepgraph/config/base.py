@@ -23,6 +23,7 @@ from stepgraph.config.sections import (
     SchedulerSection,
     TrainSection,
 )
+from stepgraph.config.spellings import older_first, refuse_contradictions
 from stepgraph.config.values import types_of
 from stepgraph.errors import InvalidArgument
 from stepgraph.tracebacks import entry_point
@@ -100,7 +101,9 @@ class ConfigSections:
         for name, value in values.items():
             if isinstance(value, Mapping) and name in types_of(type(self)):
                 section = getattr(self, name)
-                for field_name, new in value.items():
+                if name == "model":
+                    refuse_contradictions(value)
+                for field_name, new in older_first(value).items():
                     setattr(section, field_name, new)
             else:
                 setattr(self, name, value)

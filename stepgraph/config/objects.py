@@ -9,16 +9,19 @@ experts are taken to be dispatched with host reads.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
+from stepgraph import catalogue
 from stepgraph.config.base import ConfigSections
 from stepgraph.config.environment import Environment
 from stepgraph.config.model import ModelSection
 from stepgraph.config.rules import broken_rules, data_parallel_size, finalised
 from stepgraph.config.spellings import GraphSettings, model_of
 from stepgraph.config.values import fitted, types_of
-from stepgraph.errors import ConfigError, InvalidArgument
+from stepgraph.errors import ConfigError, InvalidArgument, Violation
 
 _ITERATION = "full_iteration"
 _OF_WHOLE_RUNS = (
@@ -26,6 +29,19 @@ _OF_WHOLE_RUNS = (
     *("moe-scope-without-experts", "mlp-scope-without-dense", "scope-without-layers"),
 )
 """Rules about data, which a model's configuration does not have, and about layers, which engines find in the model."""
+
+_NOT_CAPTURED: Mapping[str, Any] = MappingProxyType(
+    {
+        "fp8": False,
+        "fp4": False,
+        "tensor_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "expert_tensor_parallel_size": 1,
+        "moe_paged_stash": False,
+    }
+)
+"""Settings that graphs do not carry out, and the value besides None that leaves each of them off."""
+_MIXED_PRECISION = "mixed_precision"
 
 
 def checked_settings(config: Any, environment: Environment | None = None) -> GraphSettings:
@@ -37,9 +53,26 @@ def checked_settings(config: Any, environment: Environment | None = None) -> Gra
         is_ours = isinstance(config, ModelSection)
         sections = finalised(ConfigSections(model=config), known) if is_ours else _sections_of(config)
         violations = [broken for broken in broken_rules(sections, known) if broken.rule not in _OF_WHOLE_RUNS]
+    settings = GraphSettings.of(config)
+    if settings.impl != "none" and (turned_on := [*_not_captured(config)]):
+        entry = catalogue.entry("not-captured")
+        violations.append(Violation(entry.id, entry.what, tuple(turned_on), entry.why, entry.fix))
     if violations:
         raise ConfigError(violations)
-    return replace(GraphSettings.of(config), num_microbatches=_num_microbatches(config, known))
+    return replace(settings, num_microbatches=_num_microbatches(config, known))
+
+
+def _not_captured(config: Any) -> Iterator[str]:
+    """The settings of an object, or of the parts of a container, that graphs do not carry out."""
+    model, precision = model_of(config), getattr(config, _MIXED_PRECISION, None)
+    in_model = "" if model is config else "model."
+    for prefix, part in ((in_model, model), (f"{_MIXED_PRECISION}.", precision)):
+        for name, off in _NOT_CAPTURED.items():
+            value = getattr(part, name, None)
+            if value is not None and value != off:
+                yield f"{prefix}{name}={value!r}"
+    if isinstance(precision, str) and any(word in precision for word in ("fp8", "fp4")):  # the name of a known mix
+        yield f"{_MIXED_PRECISION}={precision!r}"
 
 
 def _num_microbatches(config: Any, environment: Environment) -> int:

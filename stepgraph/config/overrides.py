@@ -135,7 +135,8 @@ def _switched(word: str, flag: str) -> list[str]:
 def apply_overrides(config: ConfigSections, overrides: Iterable[str]) -> None:
     """Apply `section.field=value` texts to a configuration, in their order.
 
-    Whole sections, such as `peft=lora`, come first: after a field of theirs they would undo it.
+    Whole sections, such as `peft=lora`, come first: after a field of theirs they would undo it. A field that is
+    named twice has its last value.
     """
     if isinstance(overrides, str):
         raise InvalidArgument(
@@ -144,7 +145,8 @@ def apply_overrides(config: ConfigSections, overrides: Iterable[str]) -> None:
             why="its letters would be read as settings.",
             fix=f"pass a list: [{', '.join(map(repr, overrides.split()))}].",
         )
-    for text in sorted(overrides, key=lambda each: "." in each.partition("=")[0]):
+    values: dict[str, dict[str, Any]] = {}
+    for text in overrides:
         name, separator, value = text.partition("=")
         section_name, dot, field = name.strip().removeprefix("--").partition(".")
         if not separator:
@@ -155,11 +157,11 @@ def apply_overrides(config: ConfigSections, overrides: Iterable[str]) -> None:
         if not dot:
             setattr(config, section_name, None if value.strip().lower() in ("none", "null", "") else value.strip())
             continue
-        section = sections[section_name]
-        hint = type_as_given(section, field)
+        hint = type_as_given(sections[section_name], field)
         if hint is None:
-            raise unknown_setting(section_name, field, type(section))
-        setattr(section, field, from_text(f"{section_name}.{field}", value, hint))
+            raise unknown_setting(section_name, field, type(sections[section_name]))
+        values.setdefault(section_name, {})[field] = from_text(f"{section_name}.{field}", value, hint)
+    config.update(values)
 
 
 def unknown_section(name: str, field: str, kind: type[ConfigSections]) -> InvalidArgument:

@@ -15,6 +15,7 @@ from typing import Any
 
 from stepgraph import catalogue
 from stepgraph.config.base import ConfigSections
+from stepgraph.config.bounds import out_of_bounds
 from stepgraph.config.environment import Environment
 from stepgraph.config.model import ModelSection
 from stepgraph.errors import Violation
@@ -112,45 +113,10 @@ def _layer_kinds(model: ModelSection) -> set[str]:
 # -- values
 
 
-_LEAST_ONE = {
-    "model": (
-        *(
-            "num_layers",
-            "hidden_size",
-            "ffn_hidden_size",
-            "vocab_size",
-            "seq_length",
-            "num_attention_heads",
-            "num_query_groups",
-        ),
-        *("kv_channels", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "make_vocab_size_divisible_by"),
-        *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
-        *("context_parallel_size", "expert_model_parallel_size", "cuda_graph_max_runners"),
-    ),
-    "train": ("train_iters", "global_batch_size", "micro_batch_size", "eval_interval", "exit_interval"),
-    "checkpoint": ("save_interval",),
-    "peft": ("dim",),
-}
-_LEAST_ZERO = {
-    "model": ("cuda_graph_warmup_steps", "cpu_offloading_num_layers"),
-    "train": ("eval_iters",),
-    "optimizer": ("lr", "min_lr", "weight_decay", "clip_grad"),
-    "scheduler": ("lr_warmup_iters",),
-}
-
-
 def config_value(config: ConfigSections, environment: Environment) -> Iterator[str]:
     """Numbers are in their range, and fit each other."""
-    for least, table in ((1, _LEAST_ONE), (0, _LEAST_ZERO)):
-        for section, fields in table.items():
-            for field in fields:
-                value = getattr(getattr(config, section), field)
-                if value is not None and value < least:
-                    yield f"{section}.{field}={value}: at least {least}"
+    yield from out_of_bounds(config)
     model = config.model
-    for field in ("attention_dropout", "hidden_dropout"):
-        if not 0 <= getattr(model, field) < 1:
-            yield f"model.{field}={getattr(model, field)}: from 0 to less than 1"
     groups, heads = model.num_query_groups, model.num_attention_heads
     if groups is not None and groups > 0 and heads % groups:
         yield f"{_shown(config, 'model.num_attention_heads', 'model.num_query_groups')}: a multiple of the second"

@@ -24,12 +24,13 @@ from __future__ import annotations
 
 import difflib
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from stepgraph.config.scope import WHOLE_LAYERS, read_scope
-from stepgraph.config.values import types_of
+from stepgraph.config.values import fitted, types_of
 from stepgraph.errors import InvalidArgument, nearest
 
 IMPLEMENTATIONS = ("none", "local", "transformer_engine", "full_iteration")
@@ -60,6 +61,7 @@ def older_setting(section: Any, name: str, value: Any) -> dict[str, Any] | None:
     if (section.section_name, name, spelling) == ("model", "cuda_graph_impl", _FULL_ITERATION):
         return _warned(f"{where}={spelling!r}", {"cuda_graph_impl": "local", "cuda_graph_scope": [_FULL_ITERATION]})
     if section.section_name == "model" and name in _SWITCHES:
+        fitted(where, value, bool | None)
         impl = _SWITCHES[name][0]
         off = {"cuda_graph_impl": "none"} if section.cuda_graph_impl == impl and value is not None else {}
         return _warned(where, {"cuda_graph_impl": impl} if value else off)
@@ -91,6 +93,20 @@ def renamed_flag(flag: str, overrides: Sequence[str]) -> None:
     name = flag.removeprefix("--").replace("-", "_")
     if not any(override.partition("=")[0].endswith(f".{name}") for override in overrides) or name == "te_rng_tracker":
         _warn(f"{flag} is Megatron's name   [option]\nFix: {' '.join(overrides)}.")
+
+
+def refuse_contradictions(values: Mapping[str, Any]) -> None:
+    """Refuse a model's settings, given together, of which several names contradict each other."""
+    given = SimpleNamespace(**{name: value for name, value in values.items() if value is not None})
+    _impl(given, is_asked=False)
+    for names, read in ((_SCOPES, _scope), (_WARMUPS, _given_warmup)):
+        if all(hasattr(given, name) for name in names):
+            read(given)
+
+
+def older_first(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings in the order in which they are to be assigned: a switch that is off says less than the newer name."""
+    return dict(sorted(values.items(), key=lambda item: item[0] not in _SWITCHES))
 
 
 def _warned(where: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -176,8 +192,8 @@ def at_least_one_step(steps: int) -> int:
     return max(1, steps)
 
 
-def _impl(config: Any) -> str | None:
-    """The implementation, by its own field and by the older switches."""
+def _impl(config: Any, *, is_asked: bool = True) -> str | None:
+    """The implementation, by its own field and by the older switches; these with a warning where it is asked for."""
     given = getattr(config, "cuda_graph_impl", None)
     impl = given.name if isinstance(given, enum.Enum) else given
     if impl is not None and impl not in IMPLEMENTATIONS:
@@ -196,9 +212,9 @@ def _impl(config: Any) -> str | None:
         raise _contradiction(one, other, "cuda_graph_impl='local' or cuda_graph_impl='transformer_engine'")
     for name in on:
         meant = _SWITCHES[name]
-        if impl is None:
+        if impl is None and is_asked:
             _warn(f"{name} is an older name   [option]\nFix: cuda_graph_impl={meant[0]!r}.")
-        elif impl not in meant:
+        if impl is not None and impl not in meant:
             raise _contradiction(f"{name}=True", f"cuda_graph_impl={impl!r}", f"{name}=False")
         return impl or meant[0]
     return "none" if impl is None and switches else impl
@@ -234,7 +250,8 @@ def _words(value: Any) -> list[str]:
     return read_scope([*value] if isinstance(value, Iterable) else [value])
 
 
-def _warmup_steps(config: Any) -> int | None:
+def _given_warmup(config: Any) -> dict[str, int]:
+    """The warm-up by each name that is given; they agree."""
     given = {name: value for name in _WARMUPS if (value := getattr(config, name, None)) is not None}
     for name, value in given.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -247,6 +264,11 @@ def _warmup_steps(config: Any) -> int | None:
     new, old = _WARMUPS
     if len({*given.values()}) > 1:
         raise _contradiction(f"{new}={given[new]}", f"{old}={given[old]}", f"{new} alone")
+    return given
+
+
+def _warmup_steps(config: Any) -> int | None:
+    given, (new, old) = _given_warmup(config), _WARMUPS
     if new not in given and old in given:
         _warn(f"{old} is an older name   [option]\nFix: {new}={given[old]}.")
     return next(iter(given.values()), None)

@@ -24,7 +24,7 @@ def read_toml(file: str | PathLike[str]) -> dict[str, Any]:
             why="the settings of a run are read before it starts.",
             fix="correct the path; `cfg.to_toml()` is the text of such a file.",
         ) from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8, and integers of thousands of digits
         raise InvalidArgument(
             f"the configuration {file} cannot be read",
             rule="config-file",

@@ -102,11 +102,16 @@ def _as(choice: Any, value: Any) -> Any:
         items = [_as(get_args(choice)[0], item) for item in value]
         return _WRONG if any(item is _WRONG for item in items) else items
     if choice is float:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and not _is_huge(value)
         return float(value) if is_number and math.isfinite(value) else _WRONG
-    if choice is int and isinstance(value, bool):
+    if choice is int and (isinstance(value, bool) or _is_huge(value)):
         return _WRONG
     return value if isinstance(value, choice) else _WRONG
+
+
+def _is_huge(value: Any) -> bool:
+    """True for an integer that torch's integers of 64 bits cannot hold."""
+    return isinstance(value, int) and not -(2**63) <= value < 2**63
 
 
 def _rank(text: str, choice: Any) -> int:
@@ -145,6 +150,13 @@ def _listed(text: str) -> list[str]:
 
 
 def _wrong(where: str, value: Any, hint: Any) -> InvalidArgument:
+    if _is_huge(value) or (isinstance(value, (list, tuple)) and any(_is_huge(item) for item in value)):
+        return InvalidArgument(
+            f"{where} is an integer of more than 64 bits",
+            rule="config-value",
+            why="torch's integers have 64 bits.",
+            fix=f"give {where} a smaller number.",
+        )
     words = [known for choice in _choices(hint) if get_origin(choice) is Literal for known in get_args(choice)]
     near = nearest(str(value), [str(word) for word in words])
     if str(value).strip().lstrip("+-").lower() in _NOT_FINITE and float in _choices(hint):

@@ -31,11 +31,19 @@ from stepgraph.callables.graphed import CallablesReport
 from stepgraph.callables.make_graphed import make_graphed_callables
 from stepgraph.config.objects import checked_settings
 from stepgraph.config.spellings import model_of
-from stepgraph.errors import InvalidArgument
+from stepgraph.frames import warn_user
 from stepgraph.guards.hooks import spelled
 from stepgraph.megatron.part_graphs import PartGraphs, graphs_in
 from stepgraph.megatron.rank_order import RankOrder, order_of_rank, setting
-from stepgraph.megatron.samples import Found, SampleArguments, Sizes, parts_of, with_samples
+from stepgraph.megatron.samples import (
+    Found,
+    SampleArguments,
+    Sizes,
+    parts_of,
+    why_nothing,
+    with_decoder_layers,
+    with_samples,
+)
 from stepgraph.modules.scopes import Part, ScopeRegistry
 from stepgraph.session.options import checked
 from stepgraph.tracebacks import entry_point
@@ -44,6 +52,10 @@ _log = logging.getLogger(__name__)
 
 VISION = "vision_model"
 """The module of a chunk that has the vision encoder; another helper captures its layers."""
+_DELETED = "the graphs were deleted"
+_NOTHING = """this rank captures nothing: {}   [scope]
+Why: all of its calls run eagerly. In a pipeline that may be as it should be: other ranks have the layers.
+Fix: name the parts, cuda_graph_modules=["layers.*"] for example; or registry=ScopeRegistry().register(YourLayer)."""
 
 
 class TECudaGraphHelper:
@@ -97,6 +109,8 @@ class TECudaGraphHelper:
         self._reuse_buffers = reuse_buffers
         self._graphs: list[PartGraphs] = []
         self._is_finished = False
+        self._why_none = "create_cudagraphs() was not called"
+        """Why there are no graphs, where there are none."""
         self.capture_seconds = 0.0
         """Seconds that the last capture took, with its warm-up."""
 
@@ -114,7 +128,7 @@ class TECudaGraphHelper:
         """
         for graphs in self._graphs:
             graphs.remove()
-        self._graphs, self._is_finished = [], False
+        self._graphs, self._is_finished, self._why_none = [], False, _DELETED
         self._settings = checked_settings(self.config)  # as it is now
         self._wait_for_ranks()
         begun = time.perf_counter()
@@ -128,7 +142,9 @@ class TECudaGraphHelper:
             self._clean_up()
             _log.info("captured %d layers in %.2f s", len(self._graphs), self.capture_seconds)
         else:
-            _log.info("this rank has no layer to capture")
+            self._why_none = why_nothing(self.model, self._settings.scope)
+            if self._has_layers():
+                warn_user(_NOTHING.format(self._why_none))
         self._wait_for_ranks()
         self._is_finished = True
 
@@ -141,17 +157,9 @@ class TECudaGraphHelper:
         return any(graphs.is_in_place for graphs in self._graphs)
 
     def report(self) -> CallablesReport:
-        """What was captured and replayed on this rank."""
-        eager_reason = self._settings.reason_for_eager
-        if not self.graphs_created() and eager_reason is not None:
-            return CallablesReport(eager_reason=eager_reason)
+        """What was captured and replayed on this rank; without graphs the reason."""
         if not self.graphs_created():
-            raise InvalidArgument(
-                "this rank has no graphs to report on",
-                rule="option",
-                why="they are captured by create_cudagraphs(), on ranks that have layers to capture.",
-                fix="ask graphs_created() first.",
-            )
+            return CallablesReport(eager_reason=self._settings.reason_for_eager or self._why_none)
         found: CallablesReport = self._graphs[0].graphs[0].report()
         return found
 
@@ -171,11 +179,16 @@ class TECudaGraphHelper:
         return [graphs.part.path for graphs in self._graphs if graphs.is_in_place]
 
     def _found_in(self, chunk: torch.nn.Module) -> list[Found]:
-        parts = [part for part in parts_of(chunk, self._settings.scope, self._registry) if self._belongs(part)]
-        return with_samples(chunk, parts, self._registry, self._sizes, self._sample_arguments)
+        registry = with_decoder_layers(chunk, self._registry)
+        parts = [part for part in parts_of(chunk, self._settings.scope, registry) if self._belongs(part)]
+        return with_samples(chunk, parts, registry, self._sizes, self._sample_arguments)
 
     def _belongs(self, part: Part) -> bool:
         return VISION not in part.path.split(".")
+
+    def _has_layers(self) -> bool:
+        """Whether this rank should have something to capture."""
+        return True
 
     def _plan(self, layers_of_chunk: Sequence[int]) -> RankOrder:
         return self._order_of_rank(layers_of_chunk)

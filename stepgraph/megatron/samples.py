@@ -1,6 +1,7 @@
 """Finds the parts of model chunks that are captured ahead of time, and makes sample arguments for them.
 
-The scope decides which parts are captured; the registry knows the words of each class of layer. A chunk without any
+The scope decides which parts are captured; the registry knows the words of each class of layer. Layers at
+`decoder.layers`, where Megatron has them, need no known class. A chunk without any
 part that the scope means is no error: with pipelines, other ranks have layers of other kinds. An unknown word is.
 
 A graph is recorded from arguments of the right geometry, before the model has been called. The arguments of a layer
@@ -165,6 +166,23 @@ def _noting(part: Part, found: list[Found]) -> Callable[..., Any]:
 
 # -- parts of a chunk
 
+_LAYERS = ("decoder", "layers")
+_WORDS_OF_LAYERS = (("attn", "self_attention"), ("mlp", "mlp"), ("mamba", "mixer"))
+"""Where Megatron's models have their layers, and what the layers' parts are called."""
+
+
+def with_decoder_layers(chunk: torch.nn.Module, registry: ScopeRegistry) -> ScopeRegistry:
+    """A registry that also knows the classes of the layers at `decoder.layers`, by the names of their parts."""
+    found = registry.copy()
+    for path, layers in chunk.named_modules():
+        if tuple(path.split(".")[-2:]) != _LAYERS:
+            continue
+        for layer in layers.children():
+            if found.words_of(layer) is None:
+                words = {word: name for word, name in _WORDS_OF_LAYERS if hasattr(layer, name)}
+                found.register(type(layer), **words)
+    return found
+
 
 def parts_of(chunk: torch.nn.Module, scope: Sequence[str], registry: ScopeRegistry) -> list[Part]:
     """The parts of a chunk that a scope means, in the order of the model; none where it means nothing here."""
@@ -173,6 +191,14 @@ def parts_of(chunk: torch.nn.Module, scope: Sequence[str], registry: ScopeRegist
         return registry.resolve(chunk, []) if known else []
     meant = [entry for entry in scope if _means_anything(chunk, entry, registry)]
     return registry.resolve(chunk, meant) if meant else []
+
+
+def why_nothing(chunks: Sequence[torch.nn.Module], scope: Sequence[str]) -> str:
+    """The reason why no part of these chunks is captured."""
+    names = ", ".join(dict.fromkeys(type(chunk).__name__ for chunk in chunks)) or "no chunk"
+    if scope:
+        return f"the scope {','.join(scope)} matches nothing in {names}"
+    return f"{names} has no layer of a known class, and none at decoder.layers"
 
 
 def _means_anything(chunk: torch.nn.Module, entry: str, registry: ScopeRegistry) -> bool:

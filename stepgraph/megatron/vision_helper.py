@@ -111,6 +111,9 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
     def _belongs(self, part: Part) -> bool:
         return VISION in part.path.split(".")
 
+    def _has_layers(self) -> bool:
+        return any(VISION in path.split(".") for chunk in self.model for path, _ in chunk.named_modules())
+
     def _plan(self, layers_of_chunk: Sequence[int]) -> RankOrder:
         """The encoder works when the first chunk of its rank does, whatever chunks there are beside it."""
         layers = sum(layers_of_chunk)

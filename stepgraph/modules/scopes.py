@@ -86,6 +86,12 @@ class ScopeRegistry:
         self._layers[layer] = {w: (p,) if isinstance(p, str) else tuple(p) for w, p in words.items()}
         return self
 
+    def copy(self) -> ScopeRegistry:
+        """A registry of its own with the same words."""
+        found = ScopeRegistry()
+        found._layers.update(self._layers)
+        return found
+
     def words_of(self, layer: torch.nn.Module) -> Mapping[str, tuple[str, ...]] | None:
         """Return the words of a layer, found by its class, a base class, or the class name in a known library."""
         for kind in type(layer).__mro__:

@@ -19,7 +19,8 @@ from torch.utils import _python_dispatch as dispatch
 
 from stepgraph.errors import Location
 from stepgraph.frames import caller_is_autograd
-from stepgraph.oplog.log import OpLog, Vocabulary, location_of, storage_of
+from stepgraph.oplog.log import OpLog, Vocabulary, location_of
+from stepgraph.storage import storage_of
 
 __all__ = ["WriteLog", "Writes"]
 

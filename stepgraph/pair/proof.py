@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from stepgraph.errors import CaptureError
+from stepgraph.observe.output import Output
 from stepgraph.oplog import Log, OpLog, Roles, Vocabulary, first_difference, noting_unseen
 from stepgraph.pair.cached_casts import keeps_casts
 from stepgraph.pair.uses import nodes_behind
@@ -28,10 +29,11 @@ _MAX_SURPRISES = 3
 
 
 class PairLogs:
-    """Keeps the logs of the calls of one session's modules, which share a vocabulary."""
+    """Keeps the logs of the calls of one session's modules, which share a vocabulary, and what they write."""
 
     def __init__(self) -> None:
         self._vocabulary = Vocabulary()
+        self.output = Output()
 
     def of_call(
         self, module: torch.nn.Module, leaves: Sequence[Any], ambient: Sequence[Hashable], device: torch.device

@@ -111,7 +111,7 @@ class PairCapture:
             graph = self.session.workspace.graph(generators, lane.number)
             graph.begin()
             try:
-                with noting(notes):
+                with noting(notes), self._shared.logs.output.noticed():
                     made = run(graph)
                 if forward is not None and (segment.rewinds or graph.random.rewinds_to):
                     graph.will_replay_from()
@@ -120,6 +120,7 @@ class PairCapture:
                 graph.abort()
                 raise
             self.session.adopt(graph)
+        self._shared.logs.output.warn(type(self.module).__name__)
         return Recording(graph, graph.launch, notes, segment, made)
 
     @contextlib.contextmanager

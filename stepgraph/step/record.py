@@ -30,6 +30,7 @@ from stepgraph.observe.escaped_tensors import Place, is_newborn, kept_tensor, se
 from stepgraph.observe.finder import reachable, tensors_in
 from stepgraph.observe.lines import line_of_return
 from stepgraph.observe.nonfinite import Flags
+from stepgraph.observe.output import Output
 from stepgraph.observe.own_changes import ModelState
 from stepgraph.observe.sharding import refuse_sharded
 from stepgraph.observe.step_objects import StepObjects, numbered
@@ -160,6 +161,7 @@ class StepCapture:
         self._session, self._options = session, options
         self._events = RegistrationEvents()
         self.logs = StepLogs()
+        self.output = Output()
         self.restless = Restless()
         self.moved: dict[int, str] = {}
         """Why optimizers were moved out of the graph, by id."""
@@ -619,6 +621,7 @@ class StepCapture:
             ran.noting() if look.at_code or look.trace is not None else contextlib.nullcontext(),
             self.logs.noting(leaves, site.touched, device, ignored, arguments) as log,
             look.trace or contextlib.nullcontext(),
+            self.output.noticed(),
         ):
             result = self._function(*args, **kwargs)
             log.note_result(result)

@@ -60,6 +60,7 @@ from stepgraph.step.arguments import on_device
 from stepgraph.step.binding import BoundSteps, has_own_name, options_of_copy
 from stepgraph.step.bucketing import Bucketing, Example
 from stepgraph.step.call import CallArgs, CapturedCall
+from stepgraph.step.definitions import forget_capture, note_capture
 from stepgraph.step.eviction import REASON, Action, Sites
 from stepgraph.step.options import StepOptions
 from stepgraph.step.record import Recorded, StepCapture
@@ -569,6 +570,9 @@ class CapturedStep(Generic[P, R]):
             self._counts.capture_seconds += time.perf_counter() - begun
             if self._counts.captures == 1:
                 warn_misspelt(self._options.ignore, call.labels)
+                if self._origin.fallback is not None:  # not a copy that a comparison has made
+                    note_capture(self, self._name, self._function, site.touched.parameters)
+            self._capture.output.warn(self._name)
             if call.proof.other_path is not None:
                 tell_other_path(self._name, call.proof.other_path, strict=False)
             return self._run(call, given.leaves)
@@ -768,6 +772,7 @@ class CapturedStep(Generic[P, R]):
             self.reset()
             self._life = _Life.CLOSED
             self._capture.close()
+            forget_capture(self, self._function)
             if self._origin.session is None:
                 self._session.close(tell=False)
 

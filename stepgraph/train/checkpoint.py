@@ -8,7 +8,7 @@ A checkpoint is a folder, `step_00000100`:
 of a pipeline, the names that the stages' tensors have in the whole model |
 | `rank_00000.json`, `rank_00000.pt` | every rank | random states, position in the data |
 | `config.json` | rank 0 | the configuration |
-| `manifest.json` | rank 0, last | step, number of ranks, size and SHA-256 of every file |
+| `manifest.json` | rank 0, last | step, number of ranks, size and SHA-256 of every file, and its own SHA-256 |
 
 Tensors are stored as safetensors if that is installed (`.safetensors`), else by `torch.save` and read back with
 `weights_only=True`. The rest is JSON (`plain_state`).
@@ -17,23 +17,27 @@ All files are written to `step_00000100.partial` and flushed to the disk. When e
 manifest and renames the folder, which the file system does at once or not at all. So a run that is killed, or a disk
 that is full, leaves a `.partial` folder that nothing reads and the next save removes. Earlier checkpoints are never
 opened for writing.
+
+One run at a time saves to a folder: the first rank holds a lock on `.stepgraph-lock` there, which ends with its
+process. Else each run would take the other's `.partial` folder for one that was left behind, and remove it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib
 import importlib.util
 import json
 import os
-import pickle
 import re
 import shutil
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -42,7 +46,8 @@ from stepgraph.train.plain_state import join, split
 from stepgraph.train.ranks import Ranks
 
 _FORMAT, _MANIFEST, _CONFIG, _PARTIAL = "stepgraph-checkpoint-1", "manifest.json", "config.json", ".partial"
-_NAME = re.compile(r"step_(\d{8,})")
+_NAME = re.compile(r"step_([0-9]{8,18})")
+_LOCK, _OWN_DIGEST = ".stepgraph-lock", "sha256"
 
 
 class CheckpointError(StepgraphError, RuntimeError):
@@ -86,24 +91,75 @@ def refuse_later_checkpoints(folder: Path, start: int) -> None:
         )
 
 
-def refuse_unwritable(folder: Path, ranks: Ranks) -> None:
-    """Create the folder to save to, and write to it, before any time is spent on training."""
-    error = _attempt(lambda: _try_folder(folder, ranks))
-    failed = ranks.largest(ranks.rank + 1 if error is not None else 0)
-    if failed:
-        raise CheckpointError(
-            f"checkpoints cannot be saved to {folder}: {f'rank {failed - 1} failed' if error is None else error}",
-            rule="checkpoint-write",
-            why="the run was asked to save there, and would lose what it trains.",
-            fix="make the folder writable, or save to another one with checkpoint.save=PATH.",
-        ) from error
+@contextlib.contextmanager
+def held(folder: Path, ranks: Ranks) -> Iterator[None]:
+    """Create the folder to save to, write to it, and keep other runs out of it; every rank must enter."""
+    with contextlib.ExitStack() as stack:
+        error = _attempt(lambda: _try_folder(folder, ranks, stack))
+        failed = ranks.largest(ranks.rank + 1 if error is not None else 0)
+        if isinstance(error, CheckpointError):
+            raise error
+        if failed:
+            raise CheckpointError(
+                f"checkpoints cannot be saved to {folder}: {f'rank {failed - 1} failed' if error is None else error}",
+                rule="checkpoint-write",
+                why="the run was asked to save there, and would lose what it trains.",
+                fix="make the folder writable, or save to another one with checkpoint.save=PATH.",
+            ) from error
+        yield
 
 
-def _try_folder(folder: Path, ranks: Ranks) -> None:
+def _try_folder(folder: Path, ranks: Ranks, stack: contextlib.ExitStack) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     probe = folder / f".probe_{ranks.rank:05d}"
     probe.write_bytes(b"")
     probe.unlink()
+    if ranks.is_first and importlib.util.find_spec("fcntl") is not None:
+        _lock(folder, stack.enter_context((folder / _LOCK).open("a+", encoding="utf-8")))
+
+
+def _lock(folder: Path, file: TextIO) -> None:
+    """Lock an open file until it is closed, or its process ends; refuse one that another run has locked."""
+    import fcntl  # not everywhere
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise CheckpointError(
+            f"another run saves to {folder}: {file.read(200).strip() or 'it has locked the folder'}",
+            rule="checkpoint-folder",
+            why="each of the two would remove what the other one is about to write.",
+            fix="save to another folder with checkpoint.save=PATH, or wait until that run has ended.",
+        ) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system that has no locks
+            raise
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+
+
+def keep_most_recent(folder: Path, count: int) -> list[str]:
+    """Remove all checkpoints of a folder but the last ones; return what could not be removed.
+
+    Only the files that a manifest of ours lists are removed. A folder without one, one that does not fit its manifest
+    and a link are nobody's business here, and do not count.
+    """
+    found: list[tuple[Path, dict[str, Any]]] = []
+    for _, path in checkpoints_in(folder):
+        if not path.is_symlink():
+            with contextlib.suppress(CheckpointError, OSError):
+                found.append((path, _read_manifest(path)))
+    kept = []
+    for path, manifest in found[:-count]:
+        try:
+            for name in (_MANIFEST, *manifest["files"]):
+                (path / name).unlink()
+            path.rmdir()
+        except OSError as error:
+            kept.append(f"{path} was not removed: {error}")
+    return kept
 
 
 # -- saving
@@ -129,8 +185,9 @@ def _begin(folder: Path, final: Path, partial: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if final.exists():
         raise FileExistsError(f"{final} exists already")
-    for stale in folder.glob(f"step_*{_PARTIAL}"):
-        shutil.rmtree(stale)
+    for stale in folder.iterdir():
+        if stale.name.endswith(_PARTIAL) and _NAME.fullmatch(stale.name.removesuffix(_PARTIAL)) and stale.is_dir():
+            shutil.rmtree(stale)
     partial.mkdir()
 
 
@@ -155,7 +212,8 @@ def _finish(partial: Path, final: Path, step: int, ranks: Ranks) -> None:
         files |= json.loads(listed.read_text())
         listed.unlink()
     layout = {"world_size": ranks.size, "pipeline_size": ranks.pipeline_size}
-    _write_json(partial / _MANIFEST, {"format": _FORMAT, "step": step, **layout, "files": files})
+    manifest = {"format": _FORMAT, "step": step, **layout, "files": files}
+    _write_json(partial / _MANIFEST, manifest | {_OWN_DIGEST: digest_of(manifest)})
     _flush_folder(partial)
     partial.rename(final)
     _flush_folder(final.parent)
@@ -209,6 +267,12 @@ def _write_tensors(stem: Path, tensors: Mapping[str, torch.Tensor]) -> str:
         file.flush()
         os.fsync(file.fileno())
     return path.name
+
+
+def digest_of(manifest: Mapping[str, Any]) -> str:
+    """The SHA-256 of a manifest, without the field that holds it."""
+    rest = {name: value for name, value in manifest.items() if name != _OWN_DIGEST}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def _digest(path: Path) -> dict[str, Any]:
@@ -270,21 +334,31 @@ def load_weights(path: Path) -> Weights:
 
 def _open(path: Path) -> tuple[Path, dict[str, Any]]:
     """Return a checkpoint, or the latest one of a folder, with its manifest; refuse files that it does not list."""
-    if not (path / _MANIFEST).is_file() and _NAME.fullmatch(path.name) is None:
-        found = checkpoints_in(path)
-        if not found:
-            raise CheckpointError(
-                f"{path} has no checkpoint",
-                rule="checkpoint",
-                why="a checkpoint is a folder step_00000100 with a manifest.json; unfinished ones are ignored.",
-                fix="pass the folder that checkpoint.save named, or leave the setting out to start anew.",
-            )
-        path = found[-1][1]
-    manifest = _read_manifest(path)
-    unknown = sorted({file.name for file in path.iterdir()} - {*manifest["files"], _MANIFEST})
+    try:
+        if not (path / _MANIFEST).is_file() and _NAME.fullmatch(path.name) is None:
+            found = checkpoints_in(path)
+            if not found:
+                raise _no_checkpoint(path)
+            path = found[-1][1]
+        if not path.is_dir():
+            raise _no_checkpoint(path)
+        manifest = _read_manifest(path)
+        unknown = sorted({file.name for file in path.iterdir()} - {*manifest["files"], _MANIFEST})
+    except OSError as error:  # no right to read it, a name that is too long
+        raise _no_checkpoint(path, f": {error}") from error
     if unknown:
         raise _damaged(path, unknown[0], "the manifest does not list it")
     return path, manifest
+
+
+def _no_checkpoint(path: Path, detail: str = "") -> CheckpointError:
+    is_other = not detail and path.exists() and not path.is_dir()
+    return CheckpointError(
+        f"{path} {'is not a folder' if is_other else 'has no checkpoint'}{detail}",
+        rule="checkpoint",
+        why="a checkpoint is a folder step_00000100 with a manifest.json; unfinished ones are ignored.",
+        fix="pass the folder that checkpoint.save named, or leave the setting out to start anew.",
+    )
 
 
 def _state(path: Path, name: str, files: Mapping[str, Any], *, mapped: bool = False) -> dict[str, Any]:
@@ -299,9 +373,14 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     manifest = _parsed(path, _MANIFEST)
     is_ours = isinstance(manifest, dict) and manifest.get("format") == _FORMAT
     kinds = {"step": int, "world_size": int, "pipeline_size": int, "files": dict}
-    if not is_ours or any(not isinstance(manifest.get(name), kind) for name, kind in kinds.items()):
+    if not is_ours or any(type(manifest.get(name)) is not kind for name, kind in kinds.items()):
         raise _damaged(path, _MANIFEST, f"it is not a manifest of {_FORMAT}")
     found: dict[str, Any] = manifest
+    if found.get(_OWN_DIGEST) != digest_of(found):
+        raise _damaged(path, _MANIFEST, "its contents changed since it was saved (SHA-256)")
+    named = _NAME.fullmatch(path.name)
+    if named is not None and int(named[1]) != found["step"]:
+        raise _damaged(path, _MANIFEST, f"it is of step {found['step']}, and the folder of step {int(named[1])}")
     for name, entry in found["files"].items():
         if Path(name).name != name or not isinstance(entry, dict):
             raise _damaged(path, _MANIFEST, f"it lists {name!r}")
@@ -325,10 +404,14 @@ def _check_ranks(path: Path, manifest: Mapping[str, Any], ranks: Ranks) -> None:
 
 
 def _parsed(path: Path, name: str) -> Any:
+    if (path / name).exists() and not (path / name).is_file():
+        raise _damaged(path, name, "it is not a file")  # but a folder, or a pipe that nobody writes to
     try:
         return json.loads((path / name).read_text(encoding="utf-8"), parse_constant=_no_constant)
     except FileNotFoundError:
         raise _damaged(path, name, "it is missing") from None
+    except OSError as error:
+        raise _damaged(path, name, str(error)) from error
     except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8, as those of a pickle
         raise _damaged(path, name, f"it is not JSON ({error})") from error
 
@@ -346,7 +429,7 @@ def _joined(path: Path, name: str, files: Mapping[str, Any], tensors: Mapping[st
     value = _read_json(path, name, files)
     try:
         state = join(value, tensors)
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ArithmeticError, ValueError, TypeError, RecursionError) as error:
         raise _damaged(path, name, str(error)) from error
     if not isinstance(state, dict):
         raise _damaged(path, name, "it is not a table of states")
@@ -355,33 +438,58 @@ def _joined(path: Path, name: str, files: Mapping[str, Any], tensors: Mapping[st
 
 def _read_tensors(path: Path, name: str, files: Mapping[str, Any], mapped: bool) -> dict[str, torch.Tensor]:
     _check_digest(path, name, files)
-    try:
-        if name.endswith(".safetensors"):
-            return dict(importlib.import_module("safetensors.torch").load_file(path / name))
-        found = torch.load(path / name, map_location="cpu", weights_only=True, mmap=mapped)
-    except ImportError as error:
+    is_safe = name.endswith(".safetensors")
+    if is_safe and importlib.util.find_spec("safetensors") is None:
         raise CheckpointError(
             f"{path / name} needs safetensors, which is not installed here",
             rule="checkpoint",
             why="the run that wrote it had safetensors.",
             fix="pip install safetensors.",
-        ) from error
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError, KeyError, AttributeError) as error:
+        )
+    try:
+        if is_safe:
+            found: Any = importlib.import_module("safetensors.torch").load_file(path / name)
+        else:
+            found = torch.load(path / name, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:  # what a file that was made by hand makes torch and safetensors raise
         raise _damaged(path, name, "it holds something else than tensors") from error
-    except Exception as error:  # safetensors raises a class of its own
-        if not type(error).__module__.startswith("safetensors"):
-            raise
-        raise _damaged(path, name, "it holds something else than tensors") from error
-    if not isinstance(found, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
+    if not isinstance(found, dict) or not all(_is_plain(tensor) for tensor in found.values()):
         raise _damaged(path, name, "it holds something else than tensors")
-    return found
+    return dict(found)
+
+
+def _is_plain(value: Any) -> bool:
+    """True for a tensor as a save writes them: dense, of no other class, in host memory."""
+    is_dense = type(value) is torch.Tensor and value.layout is torch.strided and value.device.type == "cpu"
+    return is_dense and not value.is_quantized
 
 
 def _check_digest(path: Path, name: str, files: Mapping[str, Any]) -> None:
     if name not in files:
         raise _damaged(path, name, "the manifest does not list it")
-    if _digest(path / name)["sha256"] != files[name].get("sha256"):
+    try:
+        found = _digest(path / name)["sha256"]
+    except OSError as error:
+        raise _damaged(path, name, str(error)) from error
+    if found != files[name].get("sha256"):
         raise _damaged(path, name, "its contents changed since it was saved (SHA-256)")
+
+
+@contextlib.contextmanager
+def applied(path: Path, what: str) -> Iterator[None]:
+    """Refuse a state of another form than it was saved in: what follows finds out only where it uses it."""
+    try:
+        yield
+    except StepgraphError:
+        raise
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).partition("\n")[0][:200]
+        raise CheckpointError(
+            f"{what} in {path} cannot be used: {type(error).__name__}: {reason}",
+            rule="checkpoint",
+            why="it does not have the form in which a run saves it.",
+            fix="load another checkpoint; a run that changes its model or optimizer starts anew.",
+        ) from error
 
 
 def _damaged(path: Path, name: str, what: str) -> CheckpointError:

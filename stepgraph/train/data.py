@@ -15,7 +15,9 @@ All samples of a run have one shape, because a graph has one: texts are cut, pad
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import hashlib
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +30,7 @@ from stepgraph.errors import InvalidArgument
 
 Sample = dict[str, Tensor]
 _TOKEN_BYTES = {"uint16": 2, "int32": 4}
-_TEXT_BYTES = 1 << 16
+_TEXT_BYTES, _PIECE = 1 << 16, 1 << 24
 _WORDS = tuple(
     "the a every one small quiet graph step stream kernel loss batch layer model token waits learns replays records "  # noqa: SIM905
     "moves keeps follows again before after quickly slowly without with and then because while".split()
@@ -38,8 +40,9 @@ _WORDS = tuple(
 class Source(Protocol):
     """An endless sequence of samples."""
 
-    fingerprint: str
-    """Identifies the data: a resumed run must have the same."""
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the data, with their content: a resumed run must have the same."""
 
     def sample(self, number: int) -> Sample:
         """Return the tensors of one sample, without a batch dimension."""
@@ -71,11 +74,25 @@ class TokenWindows:
                 fix="use a longer text, or lower model.seq_length.",
             )
         self._order = Shuffled(self._count, seed)
-        self.fingerprint = f"{name} {tokens.numel()} {seq_length} {seed}"
+        self._described = f"{name} {tokens.numel()} {seq_length} {seed}"
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """With the digest of all tokens: reads a whole file, when the first checkpoint is saved or loaded."""
+        return f"{self._described} {digest_of_tokens(self._tokens)}"
 
     def sample(self, number: int) -> Sample:
         start = self._order[number] * self._seq_length
         return shifted(self._tokens[start : start + self._seq_length + 1].long())
+
+
+def digest_of_tokens(tokens: Tensor) -> str:
+    """The SHA-256 of the memory of a row of tokens, or of a file that is mapped there, read piece by piece."""
+    found, size = hashlib.sha256(), tokens.numel() * tokens.element_size()
+    for start in range(0, size, _PIECE):
+        piece = ctypes.c_char * min(_PIECE, size - start)
+        found.update(piece.from_address(tokens.data_ptr() + start))
+    return found.hexdigest()
 
 
 class Shuffled:
@@ -178,7 +195,9 @@ class Batches:
                 why="the position is a number of samples, which other data count differently.",
                 fix="resume with the dataset, model.seq_length and seed of the first run, or start anew.",
             )
-        self.position = int(state["position"])
+        if type(state["position"]) is not int or state["position"] < 0:
+            raise ValueError(f"{state['position']!r:.40} is not a number of samples")
+        self.position = state["position"]
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

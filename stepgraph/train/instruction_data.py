@@ -20,6 +20,8 @@ of examples is other values, not another shape, so one graph serves all samples.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -169,7 +171,15 @@ class Instructions:
         self._rows = pack(examples, seq_length, limit) if packed else [[example] for example in examples]
         self._order = Shuffled(len(self._rows), seed)
         self._longest = max_packed or max(len(row) for row in self._rows)
-        self.fingerprint = f"{name} {len(examples)} {seq_length} {seed} {'packed' if packed else 'padded'}"
+        self._described = f"{name} {len(examples)} {seq_length} {seed} {'packed' if packed else 'padded'}"
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """With the digest of all samples."""
+        found = hashlib.sha256()
+        for row in self._rows:
+            found.update(repr([(example.tokens, example.targets) for example in row]).encode())
+        return f"{self._described} {found.hexdigest()}"
 
     def sample(self, number: int) -> Sample:
         row = self._rows[self._order[number]]

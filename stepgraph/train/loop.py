@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +20,7 @@ import torch
 from stepgraph.backends import Reading
 from stepgraph.errors import NonFinite
 from stepgraph.observe.nonfinite import FlagReader, flags_over
-from stepgraph.train.checkpoint import checkpoints_in, save
+from stepgraph.train.checkpoint import keep_most_recent, save
 from stepgraph.train.data import Batches
 from stepgraph.train.implementations import Implementation
 from stepgraph.train.iteration import Result, in_iteration, non_finite
@@ -358,8 +357,8 @@ class Loop:
         path = save(folder, progress.step, shard=shard, rank=rank, config=run.cfg.to_dict(), ranks=run.ranks)
         progress.saved = progress.step
         if run.ranks.is_first and settings.most_recent_k > 0:
-            for _, old in checkpoints_in(folder)[: -settings.most_recent_k]:
-                shutil.rmtree(old)
+            for text in keep_most_recent(folder, settings.most_recent_k):
+                run.journal.say(text)
         run.journal.write("checkpoint", progress.step, path=str(path))
         self._since = time.perf_counter()
 

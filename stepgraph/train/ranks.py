@@ -80,10 +80,21 @@ class Ranks:
 def start_processes(device: torch.device, backend: str | None = None, timeout_minutes: int = 10) -> bool:
     """Join the process group that torchrun describes; return True if this call created it.
 
-    Ranks on CPUs talk by gloo, whatever the backend is.
+    Ranks on CPUs talk by gloo, whatever the backend is. torchrun keeps one store for all groups of a program, in which
+    a second group would find the addresses of the first one. So each has a part of the store of its own.
     """
     if not dist.is_available() or dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return False
     used = (backend or "nccl") if device.type == "cuda" else "gloo"
-    dist.init_process_group(used, timeout=timedelta(minutes=timeout_minutes))
+    timeout = timedelta(minutes=timeout_minutes)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group(used, timeout=timeout)
+        return True
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    number = store.add(f"stepgraph/groups_of_{rank}", 1)  # alike on all ranks, which join one group after another
+    own = PrefixStore(f"stepgraph/{number}", store)
+    dist.init_process_group(used, timeout=timeout, store=own, rank=rank, world_size=size)
     return True

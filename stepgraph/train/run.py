@@ -24,11 +24,13 @@ from stepgraph.session.session import Session
 from stepgraph.tracebacks import entry_point
 from stepgraph.train.checkpoint import (
     CheckpointError,
+    Saved,
     Weights,
+    applied,
+    held,
     load,
     load_weights,
     refuse_later_checkpoints,
-    refuse_unwritable,
 )
 from stepgraph.train.data import Batches
 from stepgraph.train.implementations import Implementation, Work, choose
@@ -200,6 +202,8 @@ def _run(
     seed_everything(cfg, device, ranks)
     with Session("cuda" if device.type == "cuda" else "tape") as session, contextlib.ExitStack() as stack:
         stack.callback(get_cuda_rng_tracker(device).reset)
+        if cfg.checkpoint.save is not None:
+            stack.enter_context(held(Path(cfg.checkpoint.save), ranks))
         work = _make_work(cfg, device, provider, session, ranks, count)
         batches = make_batches(cfg, ranks, count)
         seed_dropout(cfg, ranks)
@@ -311,18 +315,33 @@ def _resume(cfg: ConfigContainer, work: Work, batches: Batches, device: torch.de
     start = 0
     if settings.load is not None:
         saved = load(Path(settings.load), ranks)
-        _load_state(work.core, saved.shard.get("model", {}), saved.path)
-        state = saved.rank.get("optimizer") or saved.shard.get("optimizer")
-        if settings.load_optim and state is not None:
-            _load_optimizer(work.optimizer, state, saved.path)
-        batches.load_state_dict(saved.rank["data"])
-        if settings.load_rng and saved.rank.get("random") is not None:
-            set_random_states(saved.rank["random"], device)
+        with applied(saved.path, "the model"):
+            _load_state(work.core, saved.shard["model"], saved.path)
+        if settings.load_optim:
+            state = saved.rank.get("optimizer") or saved.shard.get("optimizer") or _missing(saved, "optim")
+            with applied(saved.path, "the state of the optimizer"):
+                _load_optimizer(work.optimizer, state, saved.path)
+        with applied(saved.path, "the position in the data"):
+            batches.load_state_dict(saved.rank["data"])
+        if settings.load_rng:
+            with applied(saved.path, "the random states"):
+                set_random_states(saved.rank.get("random") or _missing(saved, "rng"), device)
         start = saved.step
     if settings.save is not None:
         refuse_later_checkpoints(Path(settings.save), start)
-        refuse_unwritable(Path(settings.save), ranks)
     return start
+
+
+_WORDS = {"optim": "state of the optimizer", "rng": "random states"}
+
+
+def _missing(saved: Saved, name: str) -> Any:
+    raise CheckpointError(
+        f"{saved.path} has no {_WORDS[name]}",
+        rule="checkpoint",
+        why=f"it was saved with checkpoint.save_{name}=false. A run that went on without would be another one.",
+        fix=f"load another checkpoint, or checkpoint.load_{name}=false to go on with new ones.",
+    )
 
 
 _OF_THE_RUN = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov")
@@ -339,9 +358,27 @@ def _load_optimizer(optimizer: Any, state: Mapping[str, Any], path: Path) -> Non
             why="the state of one optimizer means nothing to another one, or to other parameters.",
             fix="use the optimizer section in the checkpoint's config.json, or checkpoint.load_optim=false.",
         )
+    _check_shapes(optimizer, state)
     optimizer.load_state_dict(state)
     for group, before in zip(optimizer.param_groups, own, strict=True):
         group.update({name: before[name] for name in _OF_THE_RUN if name in before})
+
+
+def _check_shapes(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Raise ValueError for a state that torch would take, and fail on at the first step."""
+    names = {"step", "exp_avg", "exp_avg_sq"} if isinstance(optimizer, torch.optim.AdamW) else {"momentum_buffer"}
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    shapes = {number: parameter.shape for number, parameter in zip(numbers, parameters, strict=True)}
+    for number, values in state["state"].items():
+        if {*values} != names:
+            raise ValueError(
+                f"parameter {number} has {', '.join(map(str, values))}, and not {', '.join(sorted(names))}"
+            )
+        for name, value in values.items():
+            shape = torch.Size() if name == "step" else shapes[number]
+            if value is not None and value.shape != shape:
+                raise ValueError(f"{name} of parameter {number} is {list(value.shape)}, and not {list(shape)}")
 
 
 def _kind(group: Mapping[str, Any]) -> tuple[frozenset[str], int]:

@@ -598,19 +598,95 @@ def test_helper_hooks_that_are_enabled_again_do_not_stop_replays(device: torch.d
 # -- finding layers
 
 
-def test_helper_with_nothing_to_capture_goes_on_quietly(device: torch.device, recwarn: pytest.WarningsRecorder) -> None:
+@pytest.mark.parametrize(
+    ("scope", "reason"),
+    [
+        ((), "Linear has no layer of a known class, and none at decoder.layers"),
+        ("attn", "the scope attn matches nothing in Linear"),
+        ("layers.*.mlp", "the scope layers.*.mlp matches nothing in Linear"),
+    ],
+)
+def test_helper_with_nothing_to_capture_warns_and_goes_on(scope: Any, reason: str, device: torch.device) -> None:
     model = nn.Linear(4, 4).to(device)
-    for scope in ((), "attn", "layers.*.mlp"):
-        helper = stepgraph.TECudaGraphHelper([model], pipeline(2, cuda_graph_scope=scope), SEQUENCE, BATCH)
+    helper = stepgraph.TECudaGraphHelper([model], pipeline(2, cuda_graph_scope=scope), SEQUENCE, BATCH)
+    with pytest.warns(stepgraph.StepgraphWarning, match=re.escape(reason)) as warned:
         helper.create_cudagraphs()
-        helper.cuda_graph_set_manual_hooks()
-        assert not helper.graphs_created()
-        with pytest.raises(stepgraph.InvalidArgument, match="no graphs"):
-            helper.report()
-        stepgraph.set_current_microbatch(model, 3)
-        model(torch.randn(2, 4, device=device)).sum().backward()
-        helper.delete_cuda_graphs()
-    assert not recwarn.list
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    helper.cuda_graph_set_manual_hooks()
+    assert not helper.graphs_created()
+    assert helper.report().eager_reason == reason
+    stepgraph.set_current_microbatch(model, 3)
+    model(torch.randn(2, 4, device=device)).sum().backward()
+    helper.delete_cuda_graphs()
+
+
+def test_helper_report_without_graphs_has_the_reason(device: torch.device) -> None:
+    helper = stepgraph.TECudaGraphHelper(GPT(TINY).to(device), pipeline(1), SEQUENCE, BATCH)
+    assert helper.report().eager_reason == "create_cudagraphs() was not called"
+    helper.create_cudagraphs()
+    assert helper.report().eager_reason is None
+    helper.delete_cuda_graphs()
+    assert str(helper.report()).startswith("no graphs, all calls run eagerly: the graphs were deleted")
+
+
+class OwnAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(x).softmax(-1)
+
+
+class OwnLayer(nn.Module):
+    """A layer of a class that no registry knows, with Megatron's names of its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attention, self.mlp = OwnAttention(), nn.Sequential(nn.Linear(8, 8), nn.GELU())
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.mlp(hidden_states + self.self_attention(hidden_states))
+
+
+class OwnModel(nn.Module):
+    """A model as Megatron's: its layers stand at `decoder.layers`, behind a wrapper or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Module()
+        self.module.decoder = nn.Module()
+        self.module.decoder.layers = nn.ModuleList([OwnLayer(), OwnLayer()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.module.decoder.layers:  # type: ignore[union-attr]
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("scope", "tails"), [((), [""]), ("attn", [".self_attention"]), ("attn,mlp", [".self_attention", ".mlp"])]
+)
+def test_helper_finds_unknown_layers_at_decoder_layers(scope: Any, tails: list[str], device: torch.device) -> None:
+    torch.manual_seed(0)
+    eager, model = OwnModel().to(device), OwnModel().to(device)
+    model.load_state_dict(eager.state_dict())
+    registry = stepgraph.ScopeRegistry()
+    config = SimpleNamespace(hidden_size=8, cuda_graph_scope=scope)
+    helper = stepgraph.TECudaGraphHelper(model, config, 3, 2, registry=registry)
+    helper.create_cudagraphs()
+    assert helper.paths == [f"module.decoder.layers.{index}{tail}" for index in (0, 1) for tail in tails]
+    for _ in range(3):
+        x = torch.randn(2, 3, 8, device=device)
+        for each in (eager, model):
+            each(x).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        assert ours.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
+    assert helper.replays == 3 * 2 * len(tails)
+    assert registry.words_of(OwnLayer()) is None, "the registry that was passed is as it was"
+    helper.delete_cuda_graphs()
 
 
 @pytest.mark.parametrize("scope", ["atn", "full_iteraton", ["attn", "mpl"]])

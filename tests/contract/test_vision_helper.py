@@ -268,12 +268,21 @@ def test_vision_graphs_are_deleted_with_the_language_models(device: torch.device
     training.run(device)
 
 
-def test_vision_helper_on_a_rank_without_encoder_goes_on_quietly(device: torch.device) -> None:
+def test_vision_helper_on_a_rank_without_encoder_goes_on_quietly(
+    device: torch.device, recwarn: pytest.WarningsRecorder
+) -> None:
     model = nn.Linear(2, 2).to(device)
     helper = vision_helper(model)
     helper.create_cudagraphs()
     assert not helper.graphs_created()
     helper.delete_cuda_graphs()
+    assert not recwarn.list
+
+
+def test_vision_helper_that_finds_nothing_in_an_encoder_warns(device: torch.device) -> None:
+    model = nn.ModuleDict({"vision_model": nn.Linear(2, 2)}).to(device)
+    with pytest.warns(stepgraph.StepgraphWarning, match="captures nothing: ModuleDict has no layer of a known class"):
+        vision_helper(model).create_cudagraphs()
 
 
 def test_vision_input_longer_than_captured_is_an_error(device: torch.device) -> None:

@@ -86,11 +86,13 @@ PROCESS_STATE = {
     "stepgraph/backends/cuda/order.py": "_DRAWN",
     "stepgraph/rng/tracker.py": "_TRACKERS",
     "stepgraph/pair/shared.py": "_LIVE",
+    "stepgraph/step/definitions.py": "_CAPTURED",
 }
 """The exceptions to the rule that no module holds state. Python has one garbage collector with one switch; torch has
 one tensor a generator that tells the kernels of all graphs where it is; torch has one default random generator a device
 and process, and model code asks for the tracker that swaps its state by a function without arguments; training loops
-call `create_cudagraphs()` without arguments too, so that the graphed models that are alive are known, weakly."""
+call `create_cudagraphs()` without arguments too, so that the graphed models that are alive are known, weakly; a step
+that is defined anew in each epoch knows nothing of the one before, which is gone."""
 MAX_FUNCTION_LINES = 60
 LONG_FUNCTIONS = {}
 """Longer functions, with their lines: a list that only shrinks."""

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from stepgraph.train import finetune, pretrain
+from stepgraph.train.checkpoint import held
+from stepgraph.train.ranks import Ranks
 from tests.distributed.ranks import meeting_place
 from tests.processes import run_to_end
 from tests.train_harness import tiny
@@ -380,3 +382,24 @@ def test_one_process_starts_from_weights_of_stages(
         for saved in (one, folder / run / "saved")
     ]
     assert losses[0] == losses[1]
+
+
+def test_second_run_of_a_torchrun_program_has_a_group_of_its_own(tmp_path: Path) -> None:
+    given = ["eager", "train.train_iters=2", "--own-groups"]
+    found = train(tmp_path, dict.fromkeys(("first", "second", "third"), given))
+    assert found["second"] == found["first"]
+    assert found["third"] == found["first"]
+
+
+def test_all_ranks_refuse_a_folder_that_another_run_saves_to(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    arguments = [str(tmp_path / "run"), "eager", "train.train_iters=2", f"checkpoint.save={saved}"]
+    (tmp_path / "run").mkdir()
+    given = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2"}
+    command = [sys.executable, str(ROOT / "tests" / "train_worker.py"), *arguments]
+    with held(saved, Ranks()), meeting_place() as place:
+        done = run_to_end([command] * 2, [os.environ | given | place | {"RANK": str(rank)} for rank in range(2)], ROOT)
+    assert [rank.returncode for rank in done] == [1, 1]
+    assert "another run saves to" in done[0].stderr
+    assert f"checkpoints cannot be saved to {saved}: rank 0 failed" in done[1].stderr
+    assert not [path for path in saved.iterdir() if path.name.startswith("step_")]

@@ -86,6 +86,57 @@ def test_cuda_graph_rules_read_objects_of_megatron(fields: dict[str, Any], rules
     assert found == rules
 
 
+NOT_CAPTURED: list[dict[str, Any]] = [
+    {"fp8": "hybrid"},
+    {"fp4": "e2m1"},
+    {"tensor_model_parallel_size": 2},
+    {"context_parallel_size": 2},
+    {"expert_tensor_parallel_size": 2},
+    {"moe_paged_stash": True},
+]
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "vision"])
+@pytest.mark.parametrize("fields", NOT_CAPTURED, ids=lambda fields: next(iter(fields)))
+def test_engines_refuse_settings_that_they_do_not_carry_out(engine: str, fields: dict[str, Any]) -> None:
+    ((name, value),) = fields.items()
+    make = ENGINES.get(engine, lambda config: stepgraph.VisionTECudaGraphHelper(GPT(TINY), config, 16, 1))
+    with pytest.raises(stepgraph.ConfigError, match=f"{name}={value!r}") as raised:
+        make(megatron(**fields))
+    assert raised.value.rule == "not-captured"
+    with pytest.raises(stepgraph.ConfigError, match=f"model.{name}={value!r}"):
+        make(SimpleNamespace(model=megatron(**fields)))
+    if hasattr(ours().model, name):
+        with pytest.raises(stepgraph.ConfigError, match=f"model.{name}={value!r}"):
+            make(ours(**fields))
+
+
+def test_engines_refuse_every_broken_rule_beside_such_settings() -> None:
+    with pytest.raises(stepgraph.ConfigError) as raised:
+        checked_settings(megatron(fp8="e4m3", context_parallel_size=4, cpu_offloading=True), HOPPER)
+    assert [broken.rule for broken in raised.value.violations] == ["cpu-offloading", "not-captured"]
+    assert raised.value.violations[1].details == ("fp8='e4m3'", "context_parallel_size=4")
+
+
+@pytest.mark.parametrize("mix", ["bf16_with_fp8_current_scaling_mixed", "bf16_with_nvfp4_mixed"])
+def test_engines_refuse_fp8_in_the_mixed_precision(mix: str) -> None:
+    with pytest.raises(stepgraph.ConfigError, match=f"mixed_precision='{mix}'"):
+        checked_settings(SimpleNamespace(model=megatron(), mixed_precision=mix), HOPPER)
+    config = ours()
+    config.mixed_precision = "bf16_with_fp8_current_scaling_mixed"
+    with pytest.raises(stepgraph.ConfigError, match=r"mixed_precision\.fp8='hybrid'"):
+        checked_settings(config, HOPPER)
+
+
+def test_engines_take_such_settings_where_they_are_off() -> None:
+    off = {name: None for fields in NOT_CAPTURED for name in fields}
+    sizes = {name: 1 for name in off if name.endswith("_size")}
+    for fields in (off, {**dict.fromkeys(off, False), **sizes}):
+        assert checked_settings(megatron(**fields), HOPPER).impl == "local"
+    on = {name: value for fields in NOT_CAPTURED for name, value in fields.items()}
+    assert checked_settings(megatron(cuda_graph_impl="none", **on), HOPPER).impl == "none"
+
+
 @pytest.mark.parametrize("switch", ["enable_cuda_graph", "external_cuda_graph"])
 def test_cuda_graph_older_switches_turn_the_tracker_on(switch: str) -> None:
     """As in Megatron of that time."""

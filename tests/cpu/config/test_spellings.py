@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import stepgraph
+from stepgraph.config.overrides import CommandLine
 from stepgraph.config.spellings import GraphSettings
 from stepgraph.modules.options import ModuleOptions, options_from
 
@@ -168,3 +170,70 @@ def test_settings_name_the_nearest_word(fields: dict[str, Any], rule: str, fix: 
         read(**fields)
     assert raised.value.rule == rule
     assert raised.value.fix.startswith(fix)
+
+
+@pytest.mark.parametrize(
+    ("line", "one", "other"),
+    [
+        ("--enable-cuda-graph --cuda-graph-impl none", "enable_cuda_graph=True", "cuda_graph_impl='none'"),
+        ("--cuda-graph-impl none --enable-cuda-graph", "enable_cuda_graph=True", "cuda_graph_impl='none'"),
+        ("--external-cuda-graph --cuda-graph-impl local", "external_cuda_graph=True", "cuda_graph_impl='local'"),
+        ("--enable-cuda-graph --external-cuda-graph", "enable_cuda_graph=True", "external_cuda_graph=True"),
+        ("--cuda-graph-scope attn --cuda-graph-modules mlp", "cuda_graph_modules=['mlp']", "cuda_graph_scope=['attn']"),
+        (
+            "--cuda-graph-warmup-steps 3 --cuda-graph-num-warmup-steps 4",
+            "cuda_graph_warmup_steps=3",
+            "cuda_graph_num_warmup_steps=4",
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_file", [False, True])
+def test_flags_that_contradict_each_other_are_refused(
+    line: str, one: str, other: str, is_file: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    read = CommandLine.read(line.split())
+    if is_file:  # the same settings in one file
+        lines = [text.partition("=")[::2] for text in read.overrides]
+        values = [f"{n.partition('.')[2]} = {v if v == 'true' or v.isdigit() else repr(v)}" for n, v in lines]
+        (tmp_path / "run.toml").write_text("\n".join(["[model]", *values]))
+        read = CommandLine.read(["--config", str(tmp_path / "run.toml")])
+    config = stepgraph.ConfigContainer()
+    with pytest.raises(stepgraph.InvalidArgument) as caught:
+        read.apply_to(config)
+    assert caught.value.rule == "option"
+    assert one in str(caught.value)
+    assert other in str(caught.value)
+    assert config == stepgraph.ConfigContainer()
+
+
+@pytest.mark.parametrize(
+    ("line", "impl"),
+    [
+        ("--enable-cuda-graph --cuda-graph-impl local", "local"),
+        ("--cuda-graph-impl local --external-cuda-graph --cuda-graph-impl transformer_engine", "transformer_engine"),
+        ("model.enable_cuda_graph=false model.cuda_graph_impl=local", "local"),
+        ("model.cuda_graph_impl=local model.enable_cuda_graph=false", "local"),
+        ("--cuda-graph-impl none --cuda-graph-impl local", "local"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::stepgraph.StepgraphWarning")
+def test_flags_that_agree_are_read_in_any_order(line: str, impl: str) -> None:
+    config = stepgraph.ConfigContainer()
+    CommandLine.read(line.split()).apply_to(config)
+    assert config.model.cuda_graph_impl == impl
+
+
+@pytest.mark.filterwarnings("ignore::stepgraph.StepgraphWarning")
+def test_command_line_may_undo_a_switch_of_its_file(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[model]\nenable_cuda_graph = true")
+    config = stepgraph.ConfigContainer()
+    CommandLine.read(["--config", str(tmp_path / "run.toml"), "--cuda-graph-impl", "none"]).apply_to(config)
+    assert config.model.cuda_graph_impl == "none"
+
+
+@pytest.mark.parametrize("value", ["false", "true", 1, 0.0])
+def test_older_switch_of_another_type_is_refused(value: Any) -> None:
+    config = stepgraph.ConfigContainer()
+    with pytest.raises(stepgraph.InvalidArgument) as caught:
+        config.model.enable_cuda_graph = value  # type: ignore[attr-defined]
+    assert caught.value.rule == "config-value"

@@ -21,6 +21,9 @@ from stepgraph.rng.tracker import get_cuda_rng_tracker
 from stepgraph.train.checkpoint import (
     CheckpointError,
     checkpoints_in,
+    digest_of,
+    held,
+    keep_most_recent,
     load,
     load_weights,
     refuse_later_checkpoints,
@@ -53,7 +56,14 @@ def relist(path: Path, name: str) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
     data = (path / name).read_bytes()
     manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "manifest.json").write_text(json.dumps(manifest | {"sha256": digest_of(manifest)}))
+
+
+def edit_manifest(path: Path, *, is_signed: bool = True, **fields: Any) -> None:
+    """Change fields of the manifest, and its digest with them."""
+    manifest = json.loads((path / "manifest.json").read_text()) | fields
+    digest = {"sha256": digest_of(manifest)} if is_signed else {}
+    (path / "manifest.json").write_text(json.dumps(manifest | digest))
 
 
 @pytest.mark.parametrize(
@@ -182,8 +192,7 @@ def test_pickle_in_a_torch_file_is_not_run(tmp_path: Path) -> None:
 
 def test_load_refuses_another_number_of_ranks(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(manifest | {"world_size": 4}))
+    edit_manifest(path, world_size=4)
     with pytest.raises(CheckpointError, match="saved by 4 ranks"):
         load(path, Ranks())
 
@@ -265,3 +274,127 @@ def test_weights_of_stages_without_names_are_refused(tmp_path: Path, second: dic
     with pytest.raises(CheckpointError, match=text) as caught:
         load_weights(write_stages(tmp_path, **second))
     assert "Fix: " in str(caught.value)
+
+
+# -- what is not a checkpoint of ours
+
+
+def test_manifest_that_changed_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, 5)
+    edit_manifest(path, is_signed=False, step=7)
+    with pytest.raises(CheckpointError, match=r"manifest.json cannot be used: its contents changed") as caught:
+        load(tmp_path, Ranks())
+    assert caught.value.rule == "checkpoint-damaged"
+    edit_manifest(path, step=7)
+    with pytest.raises(CheckpointError, match="it is of step 7, and the folder of step 5"):
+        load(path, Ranks())
+    path.rename(tmp_path / "best")  # a name that says nothing
+    assert load(tmp_path / "best", Ranks()).step == 7
+
+
+@pytest.mark.parametrize("fields", [{"step": True}, {"step": "5"}, {"world_size": None}, {"files": []}])
+def test_manifest_of_other_types_is_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
+    edit_manifest(write(tmp_path, 5), **fields)
+    with pytest.raises(CheckpointError, match="it is not a manifest of stepgraph-checkpoint-1"):
+        load(tmp_path, Ranks())
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def unreadable(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/proc/self/mem")  # a file whose reading fails
+
+
+@pytest.mark.parametrize("change", [pipe, folder, unreadable])
+@pytest.mark.parametrize("name", ["manifest.json", "rank_00000.json", "config.json", "shard_00000.pt"])
+def test_pipes_and_folders_in_a_checkpoint_are_named(tmp_path: Path, change: Callable[[Path], None], name: str) -> None:
+    path = write(tmp_path, 5)
+    change(path / name)
+    with pytest.raises(CheckpointError, match=name) as caught:
+        load(tmp_path, Ranks())
+    assert caught.value.rule == "checkpoint-damaged"
+
+
+@pytest.mark.parametrize("name", ["run", "step_00000005"])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.write_text("weights")])
+def test_pipe_or_file_as_a_checkpoint_is_named(tmp_path: Path, make: Callable[[Path], None], name: str) -> None:
+    make(tmp_path / name)
+    for read in (lambda path: load(path, Ranks()), load_weights):
+        with pytest.raises(CheckpointError, match=f"{name} is not a folder") as caught:
+            read(tmp_path / name)
+        assert caught.value.rule == "checkpoint"
+    with pytest.raises(CheckpointError, match=r"has no checkpoint: .*too long"):
+        load(tmp_path / ("x" * 300), Ranks())
+
+
+@pytest.mark.parametrize(
+    "crafted",
+    [
+        {"dict": [["step", {"float": "0x1p99999"}]]},
+        {"dict": [["step", {"tensor": ["state"]}]]},
+        {"dict": [[{"list": []}, 1]]},
+        {"list": [1]},
+    ],
+)
+def test_crafted_json_is_named(tmp_path: Path, crafted: Any) -> None:
+    path = write(tmp_path, 5)
+    (path / "rank_00000.json").write_text(json.dumps(crafted))
+    relist(path, "rank_00000.json")
+    with pytest.raises(CheckpointError, match=r"rank_00000\.json") as caught:
+        load(tmp_path, Ranks())
+    assert caught.value.rule == "checkpoint-damaged"
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize", "ignore:TypedStorage", "ignore:Sparse")
+@pytest.mark.parametrize("name", ["sparse", "quantized", "meta", "parameter", "number"])
+def test_other_tensors_than_a_save_writes_are_named(tmp_path: Path, name: str) -> None:
+    made: dict[str, Callable[[], Any]] = {
+        "sparse": lambda: torch.eye(2).to_sparse(),
+        "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+        "meta": lambda: torch.empty(2, device="meta"),
+        "parameter": lambda: torch.nn.Parameter(torch.ones(2)),
+        "number": lambda: 3,
+    }
+    path = write(tmp_path, 5)
+    torch.save({"state.model.weight": made[name]()}, path / "shard_00000.pt")
+    relist(path, "shard_00000.pt")
+    with pytest.raises(CheckpointError, match="it holds something else than tensors"):
+        load(tmp_path, Ranks())
+
+
+def test_only_checkpoints_of_ours_are_removed(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        write(tmp_path, step)
+    others = tmp_path / "step_00000000"
+    others.mkdir()
+    (others / "notes.txt").write_text("of another program")
+    (tmp_path / "step_00000005").symlink_to(tmp_path / "step_00000001")
+    (tmp_path / "step_00000002" / "notes.txt").write_text("mine")
+    (tmp_path / "step_00000099.partial").write_text("a file")
+    said = keep_most_recent(tmp_path, 1)
+    assert [path.name for _, path in checkpoints_in(tmp_path)] == ["step_00000000", "step_00000002", "step_00000004"]
+    assert (tmp_path / "step_00000002" / "notes.txt").read_text() == "mine"
+    assert len(said) == 1
+    assert "step_00000002 was not removed" in said[0]
+    assert (others / "notes.txt").exists()
+
+
+def test_folder_is_held_by_one_run(tmp_path: Path) -> None:
+    with held(tmp_path, Ranks()):
+        text = f"another run saves to .*: process {os.getpid()} on"
+        with pytest.raises(CheckpointError, match=text) as caught, held(tmp_path, Ranks()):
+            pass
+        assert caught.value.rule == "checkpoint-folder"
+        write(tmp_path, 5)
+        assert load(tmp_path, Ranks()).step == 5, "it may be read"
+    with held(tmp_path, Ranks()):
+        pass

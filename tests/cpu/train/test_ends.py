@@ -80,7 +80,7 @@ def test_resume_takes_the_settings_of_the_run(tmp_path: Path, monkeypatch: pytes
 
 def test_loss_that_is_not_finite_names_its_iteration(tmp_path: Path) -> None:
     with pytest.raises(NonFinite, match=r"iteration \d: the loss is nan") as caught:
-        trained(tmp_path, "optimizer.lr=1e30", "train.train_iters=6")
+        trained(tmp_path, "optimizer.lr=1e18", "train.train_iters=6")
     iteration = int(caught.value.what.split()[1].rstrip(":"))
     assert f"train.iterations_to_skip={iteration}." in caught.value.fix
     done = [row["step"] for row in rows(tmp_path) if row["kind"] == "train"]
