@@ -46,8 +46,11 @@ def mode_that_looks_inside() -> LooksInside | None:
 
 
 def may_be_python(func: Any) -> bool:
-    """Whether an operator may have a kernel in Python. What is no operator of the dispatcher has none."""
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace in COLLECTIVES:
+    """Whether an operator may have a kernel in Python. What is no operator of the dispatcher has none.
+
+    Those of `prim` are questions about a tensor that TorchScript asks.
+    """
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace in COLLECTIVES or func.namespace == "prim":
         return False
     return func.namespace != "aten" or any(f"{_path(func)}/{key}" in _FROM_PYTHON for key in ("CPU", "CUDA", *_SHARED))
 

@@ -133,9 +133,11 @@ class _Search:
         """The functions that spell the name, or may be called with the value."""
         self._read: set[types.CodeType] = set()
         self._parents: dict[ast.AST, ast.AST] = {}
+        self._name = ""
 
     def follow(self, first: _Followed) -> None:
         """Raise `_Unknown` if a use may not be heard."""
+        self._name = first.name
         for code in self._codes:
             if _spells(code, first.name):
                 self._read_code(code)
@@ -262,8 +264,8 @@ class _Search:
         found: list[_Followed] = []
         while True:
             parent = self._parents[node]
-            if isinstance(parent, ast.AugAssign) and parent.target is node:
-                return found  # `self.count += 1` goes back to where it was
+            if self._goes_back(parent, node):
+                return found
             if not isinstance(getattr(node, "ctx", None) or ast.Load(), ast.Load):
                 raise _Unknown  # code writes it
             if _is_heard(parent, node):
@@ -278,7 +280,7 @@ class _Search:
                 found.append(self._local(parent.target))
                 node = parent
             elif isinstance(parent, ast.Assign):
-                return [*found, *map(self._local, parent.targets)]
+                return [*found, *(self._local(one) for one in parent.targets if not self._is_named(one))]
             elif isinstance(parent, (ast.AnnAssign, ast.AugAssign)):
                 return [*found, self._local(parent.target)]
             elif isinstance(parent, ast.Return):
@@ -300,6 +302,22 @@ class _Search:
                     return [*found, *self._passed(call, parent if parent is not call else node)]
             else:
                 raise _Unknown
+
+    def _goes_back(self, parent: ast.AST, node: ast.AST) -> bool:
+        """Check for `self.count += 1`, or `self.count = self.count + 1`: the number goes back to where it was."""
+        if isinstance(parent, ast.AugAssign):
+            return parent.target is node
+        return (
+            isinstance(parent, ast.Assign)
+            and any(one is node for one in parent.targets)
+            and any(map(self._is_named, ast.walk(parent.value)))
+        )
+
+    def _is_named(self, node: ast.AST) -> bool:
+        """Check for the name that is followed, as an attribute or a key."""
+        if isinstance(node, ast.Attribute):
+            return node.attr == self._name
+        return isinstance(node, ast.Constant) and node.value == self._name
 
     def _passed(self, call: ast.Call, given: ast.AST) -> list[_Followed]:
         """Return the parameters that get an argument, in all functions that may be meant."""

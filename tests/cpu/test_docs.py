@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import operator
 import re
 import runpy
@@ -65,10 +66,15 @@ def test_page_snippets_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path
     torch.set_num_threads(1)
     torch.manual_seed(0)
     namespace: dict[str, Any] = {"__name__": "__docs__"}
+    blocks = list(_python_blocks(page))
+    source: list[str] = []
+    for lines_before, code in blocks:
+        source += ["\n"] * (lines_before - len(source)) + code.splitlines(keepends=True)
+    monkeypatch.setitem(linecache.cache, str(page), (0, None, source, str(page)))  # as of a file that is Python
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
-            for lines_before, code in _python_blocks(page):
+            for lines_before, code in blocks:
                 exec(compile("\n" * lines_before + code, str(page), "exec"), namespace)
     finally:
         torch.set_num_threads(threads)
