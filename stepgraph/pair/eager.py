@@ -14,7 +14,7 @@ from stepgraph.observe.ddp import in_ddp
 from stepgraph.observe.eager_call import CallObserver
 from stepgraph.pair.call import EagerCall, NotedArguments
 from stepgraph.pair.kind import CallKind
-from stepgraph.pair.proof import note_forward, noting
+from stepgraph.pair.proof import attributes_of, note_forward, noting
 from stepgraph.pair.target import PairTarget
 from stepgraph.signature import ambient_key
 from stepgraph.storage import special_kind
@@ -60,8 +60,9 @@ def run_call(
     watched = CallObserver.of_module(target.original, target.named_modules(), target.options.ignore, device, kind.ran)
     log = shared.logs.of_call(target.module, leaves, call.ambient, device)
     with noting(log), watched.watching():
+        before = attributes_of(target.module)
         value = shared.warming(kind.ran.noted(run))
-        note_forward(log, target.module, value, leaves)
+        note_forward(log, target.module, before, value, leaves)
     call.log = log.finish()
     kind.proof.add(call.log)
     given = set(map(id, tensors.values()))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from stepgraph.errors import CaptureError
+from stepgraph.observe.module_attributes import ModuleAttributes
 from stepgraph.observe.output import Output
 from stepgraph.oplog import Log, OpLog, Roles, Vocabulary, first_difference, noting_unseen
 from stepgraph.pair.cached_casts import keeps_casts
@@ -61,9 +62,20 @@ def noting(log: OpLog) -> Iterator[None]:
         yield
 
 
-def note_forward(log: OpLog, module: torch.nn.Module, result: Any, arguments: Sequence[Any]) -> None:
-    """At the end of a forward, note its result, its part of autograd's graph, and the modes that it leaves."""
+def attributes_of(module: torch.nn.Module) -> ModuleAttributes:
+    """The attributes of a module and those inside it, before a forward."""
+    return ModuleAttributes(dict(module.named_modules()))
+
+
+def note_forward(
+    log: OpLog, module: torch.nn.Module, before: ModuleAttributes, result: Any, arguments: Sequence[Any]
+) -> None:
+    """At the end of a forward, note its result, its part of autograd's graph, and the modes and attributes it leaves.
+
+    `before` are the attributes before it.
+    """
     log.note_result(result, "modes", *(inner.training for inner in module.modules()))
+    log.note_call("attributes that were set", before.changed())
     results = [leaf for leaf in flatten(result)[0] if isinstance(leaf, torch.Tensor)]
     stop = [a.grad_fn for a in arguments if isinstance(a, torch.Tensor) and a.grad_fn is not None]
     names = [node.name() for node in nodes_behind(results, stop)]

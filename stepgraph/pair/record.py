@@ -43,7 +43,7 @@ from stepgraph.pair.differentiate import (
 )
 from stepgraph.pair.lanes import PoolLane
 from stepgraph.pair.parameter_proxies import ParameterProxies, without_hooks
-from stepgraph.pair.proof import note_forward, noting
+from stepgraph.pair.proof import attributes_of, note_forward, noting
 from stepgraph.pair.runner import AutogradEdges, BackwardGraph, Backwards, ForwardGraph, Grads, Recording, Runner
 from stepgraph.pair.shared import PairSession
 from stepgraph.pair.uses import NotedUses, count_uses, is_reentrant
@@ -160,8 +160,9 @@ class PairCapture:
         notes = self._shared.logs.of_call(self.module, leaves, call.ambient, self.session.backend.device)
 
         def run(graph: Graph) -> tuple[StaticOutputs, tuple[int, ...]]:
+            before = attributes_of(self.module)
             made = self._original()(*args, **kwargs)
-            note_forward(notes, self.module, made, leaves)
+            note_forward(notes, self.module, before, made, leaves)
             with left_out():
                 self.proxies.refuse_moved()
                 result = self._result(made, tensors)

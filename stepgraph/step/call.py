@@ -13,7 +13,7 @@ the next call needs one fast check.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -235,13 +235,13 @@ class CapturedCall:
         """Return the value of a place that the graph was recorded with."""
         return self._guards.values.noted(place)
 
-    def own_changes(self, known: Sequence[Change]) -> list[Change]:
-        """Return the user's values that the step itself changed in one more run, except those `known` before.
+    def own_changes(self, known: Sequence[Change], usual: Collection[str]) -> list[Change]:
+        """Return the values that the step itself changed in one more run, except those `known` before.
 
-        Counters of libraries are left out.
+        Values of these `usual` names, counters of libraries, change at each call.
         """
-        before = {str(change) for change in known}
-        return [change for change in self._guards.values.changed() if change.is_users and str(change) not in before]
+        before, now = {str(change) for change in known}, self._guards.values.changed()
+        return [change for change in now if str(change) not in before and change.name not in usual]
 
     @property
     def unlooked(self) -> str | None:

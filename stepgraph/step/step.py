@@ -307,7 +307,7 @@ class CapturedStep(Generic[P, R]):
         try:
             with interrupts_held() as raise_held:
                 audit = self._capture.audit(site, call, given, raise_held, trace, at_code=at_code)
-                own = call.own_changes(changes)
+                own = call.own_changes(changes, {change.name for _, change in site.eager.own_changes})
                 if audit.found is None:
                     self._capture.agree(site, call, audit.recorded, changes, audit.trace)
                 elif audit.has_new or self._is_other_answer(changes, audit.trace):

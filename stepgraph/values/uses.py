@@ -106,7 +106,7 @@ class Uses:
         followed = _name_of(place)
         if followed is None:
             return False
-        codes = self._codes if not place.is_users else [code for code in self._codes if is_users_code(code)]
+        codes = self._codes if not place.is_users else [code for code in self._codes if _may_be_users(code)]
         try:
             _Search(codes).follow(followed)
         except _Unknown:
@@ -180,7 +180,7 @@ class _Search:
     def _operators(self) -> Iterator[_Followed]:
         """Yield the parameters of the user's own operators, which may be given the number."""
         for code in self._codes:
-            is_own = is_users_code(code) and not is_installed(code.co_filename)
+            is_own = _may_be_users(code) and not is_installed(code.co_filename)
             if is_own and code.co_name in _OPERATORS and code.co_argcount == 2:
                 for function in self._called(code.co_name):
                     parameters = [*function.args.posonlyargs, *function.args.args]
@@ -191,7 +191,7 @@ class _Search:
             return
         hidden = _AT_LARGE if first.kind == _ATTRIBUTE else _AT_LARGE | _OF_ITEMS
         for code in self._codes:
-            if is_users_code(code) and not is_installed(code.co_filename):
+            if _may_be_users(code) and not is_installed(code.co_filename):
                 found = strings_in(code)
                 if not hidden.isdisjoint(found) or _matches_classes(code):
                     raise _Unknown
@@ -401,6 +401,11 @@ def _is_compared_by(pattern: ast.pattern) -> bool:
         return all(map(_is_compared_by, pattern.patterns))
     is_wildcard = isinstance(pattern, ast.MatchAs) and pattern.pattern is None and pattern.name is None
     return isinstance(pattern, ast.MatchValue) or is_wildcard
+
+
+def _may_be_users(code: types.CodeType) -> bool:
+    """Check for the user's code, or code that was made from a string."""
+    return is_users_code(code) or code.co_filename.startswith("<")
 
 
 def _matches_classes(code: types.CodeType) -> bool:
