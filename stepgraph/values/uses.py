@@ -180,7 +180,7 @@ class _Search:
     def _operators(self) -> Iterator[_Followed]:
         """Yield the parameters of the user's own operators, which may be given the number."""
         for code in self._codes:
-            is_own = _may_be_users(code) and not is_installed(code.co_filename)
+            is_own = is_users_code(code) and not is_installed(code.co_filename)
             if is_own and code.co_name in _OPERATORS and code.co_argcount == 2:
                 for function in self._called(code.co_name):
                     parameters = [*function.args.posonlyargs, *function.args.args]
@@ -191,7 +191,7 @@ class _Search:
             return
         hidden = _AT_LARGE if first.kind == _ATTRIBUTE else _AT_LARGE | _OF_ITEMS
         for code in self._codes:
-            if _may_be_users(code) and not is_installed(code.co_filename):
+            if is_users_code(code) and not is_installed(code.co_filename):
                 found = strings_in(code)
                 if not hidden.isdisjoint(found) or _matches_classes(code):
                     raise _Unknown
