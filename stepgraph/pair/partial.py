@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from stepgraph.backends.threads import replaced
-from stepgraph.errors import CaptureError
+from stepgraph.errors import CaptureError, StepgraphError
 from stepgraph.pair.runner import InFlightSet
 from stepgraph.pair.uses import nodes_behind
 from stepgraph.tracebacks import trim
@@ -48,9 +48,13 @@ class CallsInFlight:
 
         def enter(below: Callable[..., Any], results: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             inputs = args[_INPUTS] if len(args) > _INPUTS else kwargs.get("inputs")
-            if inputs and (calls := known()) is not None:
-                _refuse(results, inputs, calls._of.values())
-            return below(results, *args, **kwargs)
+            try:
+                if inputs and (calls := known()) is not None:
+                    _refuse(results, inputs, calls._of.values())
+                return below(results, *args, **kwargs)
+            except StepgraphError as error:
+                trim(error)
+                raise
 
         self._looking.enter_context(replaced(torch.autograd, _ENTRY, enter, everywhere=True))
 
@@ -66,13 +70,11 @@ def _refuse(results: Sequence[Any], inputs: Sequence[Any], in_flight: Iterable[I
         node = call.node() if call.node is not None else None
         names = [name for name, parameter in call.runner.edges.inside.items() if id(parameter) in wanted]
         if node is not None and names and any(node is each for each in nodes_behind(map(_tensor, results))):
-            error = CaptureError(
+            raise CaptureError(
                 "a backward for certain tensors only (autograd.grad, or backward(inputs=...)) asks for the gradient of "
                 f"`{names[0]}`, a parameter of a graphed module",
                 rule="partial-backward",
             )
-            trim(error)
-            raise error
 
 
 def _variable(given: Any) -> Any:
