@@ -241,7 +241,9 @@ class CapturedCall:
         Values of these `usual` names, counters of libraries, change at each call.
         """
         before, now = {str(change) for change in known}, self._guards.values.changed()
-        return [change for change in now if str(change) not in before and change.name not in usual]
+        found = [change for change in now if str(change) not in before and change.name not in usual]
+        counts = self._guards.values.counts_of_libraries if found else ()
+        return [change for change in found if change.name not in counts]
 
     @property
     def unlooked(self) -> str | None:

@@ -463,13 +463,20 @@ def _give_back(made: weakref.ref[Traced]) -> None:
     kept = made()
     if kept is None:
         return
-    value = plain_value(kept)
     for holder in gc.get_referrers(kept):
-        attributes = holder if type(holder) is dict else getattr(holder, "__dict__", None)
-        if isinstance(attributes, dict):
-            for key in [key for key, item in attributes.items() if item is kept]:
+        _exchange(holder, kept, plain_value(kept))
+
+
+def _exchange(holder: Any, kept: Traced, value: Any) -> None:
+    """Put a value in the place of a stand-in. Loops, since a comprehension would hold the stand-in in a cell."""
+    attributes = holder if type(holder) is dict else getattr(holder, "__dict__", None)
+    if isinstance(attributes, dict):
+        for key, item in list(attributes.items()):
+            if item is kept:
                 attributes[key] = value
-        if type(holder) is list:
-            holder[:] = [value if item is kept else item for item in holder]
-        elif type(holder) is types.CellType and holder.cell_contents is kept:
-            holder.cell_contents = value
+    if type(holder) is list:
+        for index, item in enumerate(holder):
+            if item is kept:
+                holder[index] = value
+    elif type(holder) is types.CellType and holder.cell_contents is kept:
+        holder.cell_contents = value

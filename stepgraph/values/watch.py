@@ -110,6 +110,12 @@ class Watch:
         return all(uses.only_ask(place) for place in places)
 
     @property
+    def counts_of_libraries(self) -> set[str]:
+        """The names of variables of installed modules, which may count whatever happens: garbage collections, calls."""
+        places = (place for place in self._notes.places if not place.is_users)
+        return {str(place.label) for place in places if type(place.where) is dict and "__spec__" in place.where}
+
+    @property
     def ignored(self) -> list[Place]:
         """The places that are left out by name."""
         return self._notes.ignored
