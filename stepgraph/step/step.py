@@ -368,6 +368,7 @@ class CapturedStep(Generic[P, R]):
     def _keep_eager(self, site: Site, names: Sequence[str]) -> None:
         """Let calls run eagerly for a while: a value changes so often that audits cost more than a graph gains."""
         site.obstacle, pause = f"host value keeps changing: {', '.join(names)}", site.changes.rest()
+        site.predicates.untraceable.clear()  # the step may do something else with them by then
         told_before = self._capture.restless.paused
         if not told_before.issuperset(names):
             told_before.update(names)

@@ -409,3 +409,115 @@ def test_ignored_counter_that_the_step_advances_is_named(device: torch.device) -
     told = [str(warning.message) for warning in seen]
     assert sum("trainer.n" in message and "stands still" in message for message in told) == 1
     assert trainer.n < 12
+
+
+def ramp(model: nn.Module, optimizer: torch.optim.Optimizer, trainer: Any, x: torch.Tensor) -> Any:
+    optimizer.zero_grad()
+    loss = model(x).square().mean() * min(1.0, (trainer.n + 1) / 12)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def phases(model: nn.Module, optimizer: torch.optim.Optimizer, trainer: Any, x: torch.Tensor) -> Any:
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach(), ("warm", "main")[trainer.n >= 20]
+
+
+def identity(model: nn.Module, optimizer: torch.optim.Optimizer, trainer: Any, x: torch.Tensor) -> Any:
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    if (trainer.n >= 20) is not True and trainer.flag is not True:
+        optimizer.step()
+    return loss.detach()
+
+
+def library_write(model: nn.Module, optimizer: torch.optim.Optimizer, trainer: Any, x: torch.Tensor) -> Any:
+    optimizer.zero_grad()
+    loss = trainer.drop(model(x)).square().mean()
+    loss.backward()
+    optimizer.step()
+    if trainer.n == 20:
+        trainer.drop.p = 0.5
+    return loss.detach()
+
+
+BODIES = ["ramp that rests", "result by phases", "identity", "write to a library's module"]
+
+
+@pytest.mark.filterwarnings("ignore::stepgraph.StepgraphWarning")
+@pytest.mark.parametrize(
+    ("body", "replays"), [(ramp, 60), (phases, 94), (identity, 90), (library_write, 90)], ids=BODIES
+)
+def test_number_in_all_its_uses_is_as_in_eager(body: Callable[..., Any], replays: int, device: torch.device) -> None:
+    """A ramp that comes to rest, a plain result by phases, identities, a write to a library's module."""
+    calls = 100
+
+    def run(wrap: Callable[[Any], Any]) -> tuple[list[Any], Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = types.SimpleNamespace(n=0, flag=False, drop=nn.Dropout(0.1))
+
+        def train(x: torch.Tensor) -> Any:
+            return body(model, optimizer, trainer, x)
+
+        step, seen = wrap(train), []
+        for call in range(calls):
+            trainer.n, trainer.flag = call, call >= 30
+            result = step(torch.full((3, 4), float(call), device=device).sin())
+            loss, *plain = result if isinstance(result, tuple) else (result,)
+            seen.append([loss.clone(), model.weight.detach().clone(), *plain])
+        return seen, step
+
+    eager, _ = run(lambda train: train)
+    graphed, step = run(stepgraph.capture)
+    assert [one[2:] for one in eager] == [one[2:] for one in graphed]
+    assert all(
+        torch.equal(a, b)
+        for one, two in zip(eager, graphed, strict=True)
+        for a, b in zip(one[:2], two[:2], strict=True)
+    )
+    assert step.report().replays >= replays
+
+
+class Remembering(nn.Module):
+    """Its forward sets a flag at one call, which changes what the next ones compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.n, self.late = nn.Linear(4, 4), 0, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        if self.late:
+            y = torch.tanh(y)
+        if self.n == 20:
+            self.late = True
+        return y
+
+
+@pytest.mark.filterwarnings("ignore::stepgraph.StepgraphWarning")
+@pytest.mark.parametrize("options", [{}, {"audit": 1}], ids=["default", "each round"])
+def test_attribute_that_a_forward_sets_once_is_set(options: dict[str, Any], device: torch.device) -> None:
+    def run(*, is_graphed: bool) -> tuple[list[torch.Tensor], bool]:
+        torch.manual_seed(0)
+        net = nn.Sequential(Remembering()).to(device)
+        if is_graphed:
+            stepgraph.graph_modules(net, "*", **options)
+        seen = []
+        for call in range(40):
+            net[0].n = call
+            result = net(torch.ones(2, 4, device=device))
+            result.sum().backward()
+            seen.append(result.detach().clone())
+        return seen, bool(net[0].late)
+
+    eager, late = run(is_graphed=False)
+    graphed, is_late = run(is_graphed=True)
+    assert all(map(torch.equal, eager, graphed))
+    assert late is is_late is True
