@@ -118,8 +118,8 @@ class OtherUses:
 
     def hand_over(self, name: str, parameter: torch.Tensor, share: torch.Tensor | None) -> None:
         """Note the share of a graph that autograd is about to be given, in a running backward."""
-        if parameter in self._settled or self._shown.get(parameter, False):
-            return
+        if parameter in self._settled or self._shown.get(parameter, False) or not parameter.requires_grad:
+            return  # known, or frozen since the forward: autograd drops what it is given
         if share is None:
             self._shown.setdefault(parameter, False)
             return
