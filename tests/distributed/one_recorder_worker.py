@@ -222,7 +222,8 @@ def flat(result: Any) -> torch.Tensor:
 def collectives() -> None:
     """Each collective: captured by both ranks, recorded by rank 0 alone, and replayed by both again."""
     for name, collective in (COLLECTIVES | {"DTensor": resharding()}).items():
-        batches = list(torch.randn(6, 4, generator=torch.Generator().manual_seed(dist.get_rank())))
+        rows = torch.randn(6, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+        batches = [row.clone() for row in rows]  # of one alignment
         expected = [flat(collective(x)) for x in batches]
         with stepgraph.capture(collective, warmup=1) as step:
             for index, (x, wanted) in enumerate(zip(batches, expected, strict=True)):
