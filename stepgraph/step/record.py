@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.buffers.outputs import StaticOutputs, detached
-from stepgraph.errors import CaptureError
+from stepgraph.errors import CaptureError, CaptureRefused
 from stepgraph.grads.step_grads import GradCapture, still_in_use
 from stepgraph.guards.hooks import refuse_hooks
 from stepgraph.guards.model import ModelGuard
@@ -292,6 +292,7 @@ class StepCapture:
                 self._surprised(site, still_in_use(self.name))
         try:
             self._check(site, kind, leaves, inputs, made)
+            self._refuse_rewound(site, kind, made, [*outside, *made.scalers.between])
             raise_held()
         except BaseException:
             made.drop()
@@ -330,7 +331,6 @@ class StepCapture:
         names = site.sign().names()
         inputs.note_use(leaves, names, seen=site.learnt.written)
         site.learnt.written |= inputs.written
-        refuse_rewound(site.unmoved, [link.graph for link in made.chain.links if isinstance(link, GraphLink)])
         inputs.refuse_shared_state(leaves, names, _stepped(site.touched.optimizers))
         other = other_result(site, kind, made.outputs.tree)
         if other is not None:
@@ -341,6 +341,20 @@ class StepCapture:
             ignored = () if made.kept.name is None else (made.kept.name,)
             what = f"the step makes a tensor and keeps it in `{made.kept.label}`"
             raise Obstacle("kept-tensor", what, ignored).error(self.name)
+
+    def _refuse_rewound(self, site: Site, kind: Hashable, made: _Recording, between: Sequence[Any]) -> None:
+        """Refuse a recording that moves a generator, if the same operations have left it where it was.
+
+        After other operations that says nothing: an eager call must show what these do.
+        """
+        graphs = [link.graph for link in made.chain.links if isinstance(link, GraphLink)]
+        eager = site.eager.logs.of(kind)
+        try:
+            refuse_rewound(site.unmoved(kind), graphs)
+        except CaptureRefused as refused:
+            if eager and self.logs.agree(eager[-1], made.log, between):
+                raise
+            self._surprised(site, CaptureError.from_entry(self.name, refused.row, operation=refused.operation))
 
     def record_again(
         self, site: Site, given: CallArgs, raise_held: Callable[[], None], look: Look
