@@ -25,6 +25,9 @@ get it while it is held. But a graph that was captured earlier may have used it 
 the first graph of a session leaves gradients where autograd makes them. If a later one makes a gradient that has no
 address yet, it gets one outside the pool (`move_out`), and the recording is made again.
 
+Two parameters may be given one gradient (`shared.grad = local.grad`). It has the place of the first one, and replays
+give it to both, as one tensor or as views of it. The next call that finds that runs eagerly (`are_exchanged`).
+
 Within a step a gradient may be kept, dropped from its parameter, and made again (two backwards in one step). The second
 one is copied to the address only if the step no longer uses the first (`_Seen`). Otherwise that waits for the end.
 
@@ -142,6 +145,16 @@ class _Seen:
         """Leave a gradient where it was made. Return the recording's tensor."""
         return self.note(parameter, _over_same_memory(grad))
 
+    def follow(self, parameter: torch.Tensor, owner: torch.Tensor) -> None:
+        """The step has given a parameter the gradient of another one, or a view of it: it goes where that one is."""
+        grad, own = parameter.grad, self.own(owner)
+        assert grad is not None
+        if not _same_layout(grad, own):
+            with left_out(), torch.no_grad():
+                own = own.as_strided(grad.shape, grad.stride())
+        parameter.grad = owner.grad if own is self.own(owner) else own
+        self.note(parameter, own)
+
     def count(self, parameter: torch.Tensor) -> None:
         """From now on the place of the present gradient is the parameter's address."""
         is_separate = self.own(parameter) is not parameter.grad
@@ -248,17 +261,25 @@ class GradCapture:
     def end_segment(self, *, last: bool = False) -> Attachment:
         """While recording, bring new gradients to their addresses. Return each `.grad` from here on."""
         pairs: Pairs = []
+        owners: dict[tuple[int, int], torch.Tensor] = {}
+        followers: list[tuple[torch.Tensor, torch.Tensor]] = []
         for parameter in self._parameters:
             grad, made = parameter.grad, self._made.get(id(parameter))
             if grad is None:
                 continue
-            if self._seen.is_new(parameter):
+            if (owner := owners.setdefault((_place(grad), grad.numel()), parameter)) is not parameter:
+                followers.append((parameter, owner))
+            elif self._seen.is_new(parameter):
                 pairs += self._bring(parameter, grad)
             elif last and made is not None and (own := self._seen.own(parameter)) is not made[1]:
                 pairs += self._bring(parameter, own)  # it had to stay where it was made
         _copy(pairs)
-        found = self.left()
-        self._made.update({id(p): (p, grad) for p, grad in found if last and grad is not None and id(p) in self._made})
+        for parameter, owner in followers:
+            self.added_to.discard(id(parameter))
+            self._seen.follow(parameter, owner)
+        found, following = self.left(), {id(p) for p, _ in followers}
+        ended = [(p, grad) for p, grad in found if last and grad is not None and id(p) not in following]
+        self._made.update({id(p): (p, grad) for p, grad in ended if id(p) in self._made})
         return found
 
     def left(self) -> Attachment:
@@ -500,6 +521,11 @@ def _nobody(_: torch.Tensor) -> None:
 def is_same_memory(one: torch.Tensor, two: torch.Tensor) -> bool:
     """True if two tensors start at the same address and have the same strides."""
     return one.data_ptr() == two.data_ptr() and one.stride() == two.stride()
+
+
+def _place(grad: torch.Tensor) -> int:
+    """The address of a gradient, or of the tensor that has none."""
+    return grad.data_ptr() if grad.layout is torch.strided and grad.numel() else id(grad)
 
 
 def _is_part(grad: torch.Tensor) -> bool:

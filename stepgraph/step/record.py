@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.buffers.outputs import StaticOutputs, detached
-from stepgraph.errors import CaptureError
+from stepgraph.errors import CaptureError, CaptureRefused
 from stepgraph.grads.step_grads import GradCapture, still_in_use
 from stepgraph.guards.hooks import refuse_hooks
 from stepgraph.guards.model import ModelGuard
@@ -207,14 +207,18 @@ class StepCapture:
     def run(self, site: Site, given: CallArgs, raise_held: Callable[[], None], *, ahead: bool = False) -> CapturedCall:
         """Record the step for these inputs, and keep the recording. `ahead`: the graph is for a later call."""
         refuse_hooks(self.name, site.touched.modules, self._options.safe_hooks, site.touched.name, everywhere=True)
-        for obstacle in site.obstacles.values():
-            raise obstacle.error(self.name)
-        self._check_warm(site, ahead=ahead)
         trace = site.predicates.traced(() if ahead else site.traceable())
+        varying = site.obstacles.get("varying-output") if trace.places else None  # the trace may say with which value
+        for obstacle in site.obstacles.values():
+            if obstacle is not varying:
+                raise obstacle.error(self.name)
+        self._check_warm(site, ahead=ahead)
         if trace.places:
             before = HostValues(trace.places) if site.eager.values is None else site.eager.values.host_values()
             with contextlib.suppress(Exception), site.learnt.unsurprised():
-                return self._record_and_keep(site, given, raise_held, Look(trace=trace))
+                if varying is None:
+                    return self._record_and_keep(site, given, raise_held, Look(trace=trace))
+                self.record(site, given, raise_held, look=Look(trace=trace)).made.drop()
             self._refuse_own(site, trace)
             before.restore()
             site.predicates.refuse(trace, all_places=trace.is_spoiled)
@@ -222,6 +226,8 @@ class StepCapture:
                 trace.decisions()
             ):  # the eager call before may have been of another kind
                 raise NotWarm
+            if varying is not None:
+                raise varying.error(self.name)
         return self._record_and_keep(site, given, raise_held, Look(), ahead=ahead)
 
     def _record_and_keep(
@@ -292,6 +298,7 @@ class StepCapture:
                 self._surprised(site, still_in_use(self.name))
         try:
             self._check(site, kind, leaves, inputs, made)
+            self._refuse_rewound(site, kind, made, [*outside, *made.scalers.between])
             raise_held()
         except BaseException:
             made.drop()
@@ -330,7 +337,6 @@ class StepCapture:
         names = site.sign().names()
         inputs.note_use(leaves, names, seen=site.learnt.written)
         site.learnt.written |= inputs.written
-        refuse_rewound(site.unmoved, [link.graph for link in made.chain.links if isinstance(link, GraphLink)])
         inputs.refuse_shared_state(leaves, names, _stepped(site.touched.optimizers))
         other = other_result(site, kind, made.outputs.tree)
         if other is not None:
@@ -341,6 +347,20 @@ class StepCapture:
             ignored = () if made.kept.name is None else (made.kept.name,)
             what = f"the step makes a tensor and keeps it in `{made.kept.label}`"
             raise Obstacle("kept-tensor", what, ignored).error(self.name)
+
+    def _refuse_rewound(self, site: Site, kind: Hashable, made: _Recording, between: Sequence[Any]) -> None:
+        """Refuse a recording that moves a generator, if the same operations have left it where it was.
+
+        After other operations that says nothing: an eager call must show what these do.
+        """
+        graphs = [link.graph for link in made.chain.links if isinstance(link, GraphLink)]
+        eager = site.eager.logs.of(kind)
+        try:
+            refuse_rewound(site.unmoved(kind), graphs)
+        except CaptureRefused as refused:
+            if eager and self.logs.agree(eager[-1], made.log, between):
+                raise
+            self._surprised(site, CaptureError.from_entry(self.name, refused.row, operation=refused.operation))
 
     def record_again(
         self, site: Site, given: CallArgs, raise_held: Callable[[], None], look: Look

@@ -115,8 +115,8 @@ class Warmth:
     credit: int = 0
     """Calls that count in all modes."""
     watched: int = 0
-    unmoved: dict[frozenset[int], list[torch.Generator]] = field(default_factory=dict)
-    """Generators that the last call did not advance."""
+    unmoved: dict[Hashable, list[torch.Generator]] = field(default_factory=dict)
+    """Generators that the last call of a kind did not advance."""
 
     def of(self, mode: frozenset[int]) -> int:
         return self.calls[mode] + self.credit
@@ -299,18 +299,17 @@ class Site:
             call.parts.chain.free()
         self.calls.clear()
 
-    @property
-    def unmoved(self) -> list[torch.Generator]:
-        """Generators that the last eager call in the present modes did not advance."""
-        return self._warmth.unmoved.get(self._mode(), [])
+    def unmoved(self, kind: Hashable) -> list[torch.Generator]:
+        """Generators that the last eager call of this kind did not advance."""
+        return self._warmth.unmoved.get(kind, [])
 
     def note_obstacle(self, rule: str, what: str, where: Location | None = None) -> None:
         """Note something that an eager call did and no replay can repeat."""
         self.obstacles[rule] = Obstacle(rule, what, where=where)
 
-    def note_unmoved(self, generators: list[torch.Generator], before: dict[int, bool]) -> None:
-        """Note the generators that an eager call, begun in these modes, has not advanced."""
-        self._warmth.unmoved[self._mode_of(before)] = generators
+    def note_unmoved(self, generators: list[torch.Generator], kind: Hashable) -> None:
+        """Note the generators that an eager call of this kind has not advanced."""
+        self._warmth.unmoved[kind] = generators
 
     def modes(self) -> dict[int, bool]:
         """Return the `training` flag of each known module, by id."""

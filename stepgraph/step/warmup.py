@@ -69,7 +69,7 @@ class WarmUp:
         self._step, self._given, self._site, self._session, self._options = step, given, site, session, options
         backend, touched = session.backend, site.touched
         self._moved = on_device(given.leaves, backend)
-        self._kind, self._modes = site.kind(), site.modes()
+        self._kind = site.kind()
         self._whole = site.with_objects(step)
         self._values: Watch | None = None
         self._ignored = HostValues(())
@@ -155,7 +155,7 @@ class WarmUp:
         for key, changed in numbers.items():
             if key not in ended and self._options.optimizer != "capturable":
                 site.note_obstacle("host-value", f"the step itself changes {changed}")
-        site.note_unmoved(watched.generators.unmoved(), self._modes)
+        site.note_unmoved(watched.generators.unmoved(), self._kind)
         site.obstacles |= {obstacle.rule: obstacle for obstacle in watched.obstacles()}
         if written := self._ignored.changed():
             warn_ignored_counter(getattr(self._step, "__name__", "step"), written)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -245,3 +246,26 @@ def test_result_that_changes_at_the_recording_is_recorded_as_new(
             monkeypatch.setenv("STEPGRAPH_TEST_NUMBER", "before" if index < 3 else "after")
             assert captured(torch.ones(2, device=device))[1] == ("before" if index < 3 else "after")
         assert captured.report().replays == 4
+
+
+@pytest.mark.filterwarnings("ignore::stepgraph.StepgraphWarning")
+@pytest.mark.parametrize("is_seen", [True, False], ids=["counter", "and out of reach"])
+@pytest.mark.parametrize("period", [2, 3, 4])
+def test_result_that_follows_a_counter_in_warm_up_is_captured(
+    period: int, is_seen: bool, device: torch.device, tmp_path: Path
+) -> None:
+    """A result that follows something else, too, is refused, or the calls stay eager."""
+    trainer, number = types.SimpleNamespace(n=0), tmp_path / "number"
+
+    def step(x: torch.Tensor) -> Any:
+        is_last = trainer.n % period == period - 1
+        return (x * 2 if is_last else x), is_last, None if is_seen else int(number.read_text())
+
+    captured, results = stepgraph.capture(step), []
+    with contextlib.nullcontext() if is_seen else contextlib.suppress(stepgraph.CaptureError):
+        for trainer.n in range(40):
+            number.write_text(str(trainer.n))
+            results.append(captured(torch.ones(2, device=device)))
+    for n, (x, is_last, found) in enumerate(results):
+        assert (x[0].item(), is_last, found) == (1.0 + is_last, n % period == period - 1, None if is_seen else n)
+    assert not is_seen or captured.report().replays >= 32

@@ -50,6 +50,38 @@ def test_exchanged_gradients_are_added_to_as_in_eager(
     assert ("a parameter has the gradient of another one" in report.eager_reasons) is not zeroed
 
 
+@pytest.mark.parametrize("first", [0, 2], ids=["to the later", "to the earlier"])
+@pytest.mark.parametrize("seen_as", [lambda grad: grad, torch.Tensor.detach, torch.Tensor.t], ids=["", "detached", "t"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_gradient_that_the_step_shares_stays_shared(
+    every: int, seen_as: Callable[[torch.Tensor], torch.Tensor], first: int, device: torch.device
+) -> None:
+    """As in `shared.grad = local.grad`: whoever writes to the one after the call writes to the other."""
+
+    def gradients(wrap: Callable[[Callable[..., None]], Callable[..., None]]) -> tuple[list[torch.Tensor], object]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(device)
+        giver, taker = model[first].weight, model[2 - first].weight
+
+        def train(x: torch.Tensor, shares: bool) -> None:
+            model(x).square().mean().backward()
+            if shares:
+                taker.grad = seen_as(giver.grad)
+
+        step, found = wrap(train), []
+        for i in range(24):
+            step(torch.full((3, 4), float(i), device=device).sin(), i % every == every - 1)
+            giver.grad.mul_(0.5)
+            found += [giver.grad.clone(), taker.grad.clone()]
+            if i % every == every - 1:
+                model.zero_grad()
+        return found, step
+
+    (eager, _), (graphed, step) = gradients(lambda f: f), gradients(stepgraph.capture)
+    assert same_bits(eager, graphed)
+    assert step.report().replays >= 12
+
+
 def test_refused_number_leaves_gradients_as_they_were(device: torch.device) -> None:
     """The recording is over when the refusal is known: it must have no effect all the same."""
     model = nn.Linear(4, 2).to(device)

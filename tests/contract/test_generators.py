@@ -6,6 +6,7 @@ A generator's own methods are C++ and cannot be watched. What they leave behind 
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -157,3 +158,22 @@ def test_generator_state_restored_in_the_step_is_never_frozen(device: torch.devi
         for _ in range(3):
             assert captured(torch.zeros(4, device=device)).tolist() == [0.0] * 4
     captured.close()
+
+
+@pytest.mark.filterwarnings("ignore::stepgraph.StepgraphWarning")
+@pytest.mark.parametrize("draws_at", [lambda n: n >= 3, lambda n: n >= 12, lambda n: n % 4 == 3])
+def test_draws_at_some_calls_are_no_seeding(draws_at: Callable[[int], bool], device: torch.device) -> None:
+    """The other calls leave the generator where it was because they draw nothing."""
+
+    def results(wrap: Callable[[Any], Any]) -> tuple[list[torch.Tensor], Any]:
+        torch.manual_seed(SEED)
+        flags = types.SimpleNamespace(noisy=False)
+        step, found = wrap(lambda x: x + torch.rand(4, device=device) if flags.noisy else x * 2), []
+        for n in range(30):
+            flags.noisy = draws_at(n)
+            found.append(step(torch.full((4,), float(n), device=device)))
+        return found, step
+
+    (eager, _), (graphed, step) = results(lambda f: f), results(stepgraph.capture)
+    assert all(map(torch.equal, eager, graphed))
+    assert step.report().replays > 15
