@@ -68,6 +68,8 @@ class Keeper:
             return (special, shape_of(value), *(self._copy(part, None) for part in numbers_of(value)))
         if memory_of(value) is not None and not has_memory(value):
             return "a storage that was resized to less"
+        if value.is_meta:
+            return ("tensor without data", shape_of(value), value.dtype)
         if value.nbytes > self._left and not isinstance(last, torch.Tensor):
             return digest(value)
         made = value.detach().cpu() if value.device.type != "cpu" else value.detach().clone()

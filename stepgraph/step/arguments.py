@@ -23,10 +23,10 @@ from stepgraph.storage import memory_of
 
 
 def on_device(leaves: Sequence[Any], backend: Backend) -> list[Any]:
-    """Return a call's leaves, with tensors in host memory moved to the backend's device."""
+    """Return a call's leaves, with tensors in host memory moved to the backend's device. Meta tensors have no data."""
     return [
         as_given(leaf.to(backend.device, non_blocking=True), leaf)
-        if is_copied_in(leaf) and not backend.owns(leaf)
+        if is_copied_in(leaf) and not backend.owns(leaf) and not leaf.is_meta
         else leaf
         for leaf in leaves
     ]

@@ -385,7 +385,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         if Path(name).name != name or not isinstance(entry, dict):
             raise _damaged(path, _MANIFEST, f"it lists {name!r}")
         if not (path / name).is_file():
-            raise _damaged(path, name, "it is missing")
+            raise _damaged(path, name, "it is not a file" if (path / name).exists() else "it is missing")
         size = (path / name).stat().st_size
         if size != entry.get("bytes"):
             raise _damaged(path, name, f"it has {size} bytes, and the manifest says {entry.get('bytes')}")

@@ -700,6 +700,24 @@ def test_guard_meta_tensor_as_an_argument_is_refused(device: torch.device) -> No
         assert caught.value.rule == "tensor-class"
 
 
+def test_guard_meta_tensor_as_an_argument_runs_eagerly(device: torch.device) -> None:
+    like = torch.empty(3, device="meta")
+    with stepgraph.capture(lambda x, like: x * len(like), on_error="eager") as step:
+        for number in range(5):
+            assert step(torch.full((2,), float(number), device=device), like).tolist() == [3.0 * number] * 2
+        assert step.report().replays == 0
+        assert any("meta device" in reason for reason in step.report().eager_reasons)
+
+
+def test_verify_compares_all_but_meta_tensors(device: torch.device) -> None:
+    like = torch.empty(3, device="meta")
+    report = stepgraph.verify(lambda x: (x * len(like), like), [torch.ones(2, device=device)], steps=5)
+    assert report.equal
+    with pytest.raises(stepgraph.StepgraphError) as caught:
+        stepgraph.verify(lambda x, like: x * len(like), [(torch.ones(2, device=device), like)], steps=5)
+    assert caught.value.rule == "tensor-class"
+
+
 @pytest.mark.parametrize("make", [mock.MagicMock, mock.Mock])
 def test_watch_mock_in_reach_is_no_iterator(make: Any, device: torch.device) -> None:
     log = make()

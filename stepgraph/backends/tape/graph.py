@@ -50,7 +50,7 @@ _UNDECLARED_WRITES = {
 }
 unseen_by_modes = torch._C._DisableTorchDispatch
 """A block of the tape's own work, which no dispatch mode sees: neither the recording's own nor a log's."""
-_SET = "a generator was seeded, or its state was set, by a method of its own"
+_SET = "a generator was seeded, or its state was set, by a method of its own, or another thread drew from it"
 
 
 class Head:
@@ -70,7 +70,8 @@ class _Generators:
 
     A generator's own methods (`generator.manual_seed`, `set_state`) are C++: no dispatcher sees them and they cannot be
     replaced. But they leave a state that no recorded work has left, which is noticed before the next operator runs, or
-    at the end. The collector is at rest for all of a recording, so states are read as they are.
+    at the end. So does another thread that draws from a generator. The collector is at rest for all of a recording, so
+    states are read as they are.
     """
 
     def __init__(self, given: Sequence[torch.Generator]) -> None:

@@ -1,5 +1,6 @@
 """The tape refuses what CUDA refuses, at the user's line, and lets pass what CUDA records."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -157,6 +158,19 @@ def test_seeding_a_generator_is_refused_at_the_next_operator() -> None:
     error = refused(seeds, VALUES[0])
     assert error.row.id == "reseed"
     assert is_at(error, seeds)
+
+
+def test_draw_of_another_thread_is_refused_by_its_cause() -> None:
+    def beside(x: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=torch.rand, args=(3,))
+        thread.start()
+        thread.join()
+        return x + 1
+
+    error = refused(beside, VALUES[0])
+    assert error.row.id == "reseed"
+    assert "another thread" in error.operation
+    assert "torch.Generator of its own" in error.row.fix
 
 
 def test_state_that_is_set_to_what_it_is_is_no_refusal() -> None:
