@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -308,9 +308,8 @@ class GraphedCallable(Generic[P, R]):
             if not hasattr(owner, "reset"):
                 self._restore.callback(put_in_place(owner, "reset", _Reset(self)))
 
-    def _stays_eager(self) -> bool:
+    def _stays_eager(self, ambient: tuple[Hashable, ...]) -> bool:
         """Check whether flags require an eager call."""
-        ambient = self._owner.shared.ambient.read()
         if reason_for_eager(ambient) is not None or saved_tensor_hooks(ambient) is not None:
             return True
         return torch.is_inference_mode_enabled() and self._shape.takes_gradients
@@ -336,9 +335,10 @@ class GraphedCallable(Generic[P, R]):
             if self._target.modes() != self._sample.call.training:
                 return self._eagerly(args, kwargs)  # as both contracts require
             leaves, structure = self._flatten(args, kwargs)
-            if cursor is None and self._stays_eager():
+            ambient = self._owner.shared.ambient.read()
+            if cursor is None and self._stays_eager(ambient):
                 return self._eagerly(args, kwargs)
-            self._shape.check(leaves, structure, self._owner.shared.ambient.read())
+            self._shape.check(leaves, structure, ambient)
             if cursor.is_at_start if cursor is not None else not self._runner.lane.is_busy:
                 self._owner.begin_round()
             self._owner.check(self._sample)

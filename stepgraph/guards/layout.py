@@ -43,6 +43,12 @@ def layouts_of(tensors: Iterable[torch.Tensor]) -> list[Layout]:
     return [layout for tensor in tensors if (layout := layout_of(tensor)) is not None]
 
 
+def asks_addresses(layouts: Sequence[Layout]) -> Callable[[], bool]:
+    """Return a function that checks that all these tensors are where they were."""
+    tensors, addresses = [layout[0] for layout in layouts], [layout[1] for layout in layouts]
+    return functools.partial(_same_addresses, tensors, addresses, list(range(len(tensors))))
+
+
 def change_of(layout: Layout) -> str | None:
     """Describe how a tensor's address or form changed, or return None."""
     tensor, address, dtype, shape, stride, keys = layout

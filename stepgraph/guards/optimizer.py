@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from stepgraph.guards.layout import change_of, layouts_of
+from stepgraph.guards.layout import asks_addresses, change_of, layouts_of
 from stepgraph.guards.protocol import Change, Remedy
 from stepgraph.native.row import PLAIN_TENSORS, GuardRow, is_compared_by_identity
 from stepgraph.optim.steps import STEP_HOOKS_OF_ALL, all_have_hooks, step_hooks, without_schedulers
@@ -140,7 +140,9 @@ class StateGuard:
     """The state that a captured optimizer's kernels read and write, and the optimizer's code.
 
     The guard compares the tensors by identity at each call. New data in one of them (`.data = ...`) is noticed by an
-    event: the end of the old memory. Reading all addresses would cost half as much as all other checks.
+    event: the end of the old memory. Reading all addresses would cost half as much as all other checks. On the host it
+    costs little beside a replay, and the tape keeps the memory that its graphs use, so that it does not end: there all
+    addresses are read.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -150,6 +152,7 @@ class StateGuard:
         tensors = (v for _, copy in self._copies for v in copy.values() if type(v) in PLAIN_TENSORS)
         self._layouts = layouts_of(tensors)
         self._was_freed = False
+        self._is_in_place = asks_addresses([layout for layout in self._layouts if layout[0].device.type == "cpu"])
         note = functools.partial(_note_freed, weakref.ref(self))
         self._memory = [weakref.ref(layout[0].untyped_storage(), note) for layout in self._layouts]
         self._own_code, self._num_attributes = self._read_code(), len(vars(optimizer))
@@ -162,6 +165,7 @@ class StateGuard:
     def expect(self, row: GuardRow) -> None:
         row.attribute(self._optimizer, "state", self._state)
         row.attribute(self, "_was_freed", False)
+        row.ask(self._is_in_place)
         row.length(self._state, len(self._kept))
         row.ask(functools.partial(_holds_just, self._state, self._kept))
         row.unwritten(self._copies)

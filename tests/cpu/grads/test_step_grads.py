@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from stepgraph.grads.step_grads import at_same_address, copies_on_host
+import stepgraph
+from stepgraph.grads.step_grads import GradCapture, at_same_address, copies_on_host
 
 _DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex128, torch.int8, torch.bool]
 
@@ -86,3 +90,22 @@ def test_at_same_address_knows_no_autograd() -> None:
     stand_in = at_same_address(grad)
     assert not stand_in.requires_grad
     assert not stand_in._is_view()
+
+
+def test_gradient_in_the_way_of_a_graph_is_refused_by_the_tape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient of a later graph that stays in the pool is an error of ours, and the tape says so."""
+    monkeypatch.setattr(GradCapture, "move_out", lambda self, held: False)
+    torch.manual_seed(0)
+    models, order = [nn.Linear(4, 2), nn.Linear(4, 2)], random.Random(0)
+
+    def train(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    with stepgraph.capture(train) as step, pytest.raises(stepgraph.StepgraphError, match="can still reach"):
+        for _ in range(12):
+            for model in order.sample(models, 2):
+                step(model, torch.ones(3, 4))
+            for model in models:
+                model.zero_grad()

@@ -198,6 +198,16 @@ def test_other_geometry_is_named(other: torch.Tensor, told: str) -> None:
     assert str(first_difference(*logs)).endswith(told)
 
 
+def test_shared_arguments_of_other_strides_differ() -> None:
+    """Which of them a tensor is cannot be told. That it has another form can."""
+    vocabulary, base = Vocabulary(), torch.ones(3, 3)
+    logs = [logged(lambda x, _: x.abs(), vocabulary, x, base) for x in (base.view(3, 3), base.view(3, 3), base.t())]
+    assert first_difference(logs[0], logs[1]) is None
+    found = first_difference(logs[0], logs[2])
+    assert found is not None
+    assert str(found).endswith("tensor 0 has strides (3, 1) -> strides (1, 3)")
+
+
 def test_other_operation_and_other_input_are_named() -> None:
     vocabulary, x, y = Vocabulary(), torch.ones(2), torch.ones(2)
     before = logged(lambda x, y: (x + 1) * y, vocabulary, x, y)

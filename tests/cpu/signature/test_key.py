@@ -152,6 +152,22 @@ def test_signature_separates_conj_from_neg() -> None:
     assert leaf_key(base.conj()) != leaf_key(torch._neg_view(base))
 
 
+def test_signature_of_a_negative_view() -> None:
+    plain = torch.zeros(2)
+    assert leaf_key(torch._neg_view(plain)) != leaf_key(plain)
+
+
+def test_signature_of_a_parameter_has_its_address() -> None:
+    """A parameter is not copied in: a graph has its address baked in."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    before, kept = leaf_key(parameter), parameter.data
+    assert leaf_key(parameter) == before
+    parameter.data = parameter.data.clone()
+    assert leaf_key(parameter) != before
+    parameter.data = kept
+    assert leaf_key(parameter) == before
+
+
 NAN = float("nan")
 
 

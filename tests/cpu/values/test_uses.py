@@ -83,7 +83,9 @@ UNHEARD = {
     "result": "return trainer.n",
     "yielded": "yield trainer.n",
     "by a string": "work('n')",
-    "own operator": "if Odd() == trainer.n: work()",
+    "argument after a star": "if third(*state, trainer.n): work()",
+    "argument of a star": "if last(*[trainer.n]): work()",
+    "local that is global": "global KEPT\n    KEPT = k = trainer.n // 3",
 }
 PROGRAM = """
 def last(count):
@@ -94,6 +96,9 @@ def half(count):
 
 def typed(count):
     return type(count) is int
+
+def third(one, two, three):
+    return two == 1 or type(three) is int
 
 class Odd:
     def __eq__(self, other):
@@ -113,6 +118,13 @@ def test_number_that_is_only_asked_gets_a_stand_in(body: str, tmp_path: Path) ->
 @pytest.mark.filterwarnings("ignore::SyntaxWarning")
 @pytest.mark.parametrize("body", UNHEARD.values(), ids=UNHEARD)
 def test_number_with_another_use_gets_none(body: str, tmp_path: Path) -> None:
+    assert not only_asks(tmp_path, PROGRAM.replace("BODY", body).replace("OPERATOR", "other % 2 == 1"))
+
+
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")
+def test_number_in_an_own_operator_that_asks_more_gets_none(tmp_path: Path) -> None:
+    body = "if Odd() == trainer.n: work()"
+    assert only_asks(tmp_path, PROGRAM.replace("BODY", body).replace("OPERATOR", "other % 2 == 1"))
     assert not only_asks(tmp_path, PROGRAM.replace("BODY", body).replace("OPERATOR", "other is True"))
 
 
