@@ -49,7 +49,7 @@ def run_here(path: Path, folder: Path, probe: str, options: Mapping[str, Any]) -
     answer.unlink(missing_ok=True)
     request.write_text(Request(Script(str(path)), probe, options, str(answer)).to_json())
     with _as_it_was(), _removable_audit_hooks(), contextlib.redirect_stdout(io.StringIO()):
-        child.main(str(request))
+        child.carry_out(str(request))
     gc.collect()
     return _outcome(Answer.read(answer), False, 0)
 

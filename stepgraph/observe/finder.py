@@ -7,6 +7,7 @@ would spell the containers that it meets, for messages and for `ignore=`.
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections import deque
@@ -27,6 +28,8 @@ _MODELS = (torch.nn.Module, torch.optim.Optimizer)
 _FOUND = (*_MODELS, torch.Tensor, torch.amp.GradScaler, LRScheduler)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.CellType)
 
+_CHANGEABLE = (dict, list, set, deque, functools._lru_cache_wrapper)
+
 
 @dataclass(frozen=True, slots=True)
 class Spot:
@@ -46,6 +49,21 @@ class Spot:
         return self.label.item(key) if is_written else Label(f"{self.label.spelling}[...]", self.label.apart)
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a callable can name."""
+
+    objects: list[Any]
+    """The most direct first; of nested modules the outermost."""
+    containers: list[Any]
+    """What may be given other items: dicts, lists, sets, functions with a cache, and the attributes of objects.
+
+    Without those of modules and optimizers.
+    """
+    variables: list[Place]
+    """Globals and closed-over variables."""
+
+
 class _Finder:
     def __init__(self, function: Any, ran: ExecutedCode | None = None) -> None:
         self.values: list[Any] = []
@@ -55,7 +73,7 @@ class _Finder:
         self.tensors: list[tuple[str, torch.Tensor]] = []
         """The step's own tensors, and their spellings."""
         self.variables: list[Place] = []
-        """Globals and closed-over variables."""
+        self.containers: list[Any] = []
         self._inside: set[int] = set()
         """Modules inside others that were found, and the attributes of modules and optimizers, by id."""
         Walk(self, ran).go(function, {})
@@ -82,6 +100,10 @@ class _Finder:
             self.spots[id(value)] = self.spots[id(attributes)] = Spot(label, is_object=True, is_models=is_models)
         if is_models:
             self._inside.add(id(attributes))
+        elif issubclass(kind, _CHANGEABLE):
+            self.containers += [] if id(owner) in self._inside else [value]
+        elif id(attributes) in self.spots:
+            self.containers.append(attributes)
         if issubclass(kind, torch.optim.Optimizer):
             state: Any = (attributes or {}).get("state", {})  # not asked for: reading it is noted while recording
             spot = Spot(label.attribute("state"), is_models=True)
@@ -96,6 +118,12 @@ class _Finder:
 def reachable(function: Any, ran: ExecutedCode | None = None) -> list[Any]:
     """The objects that a callable can name, the most direct first; of nested modules the outermost."""
     return _Finder(function, ran).values
+
+
+def found_by(function: Any, ran: ExecutedCode | None = None) -> Found:
+    """The objects, containers and variables that a callable can name."""
+    found = _Finder(function, ran)
+    return Found(found.values, found.containers, found.variables)
 
 
 def named_reachable(function: Any) -> list[tuple[str, Any]]:

@@ -26,7 +26,7 @@ from stepgraph.plain import MISSING, attributes_of, items_of, results_of
 from stepgraph.tree import attributes_of as named_values_of
 from stepgraph.values.parts import Place, attribute_of
 
-__all__ = ["STATEFUL", "Holdings"]
+__all__ = ["STATEFUL", "Holdings", "Kept", "kept_as_it_is"]
 
 STATEFUL = (LRScheduler, torch.amp.GradScaler)
 _CONTAINERS = (dict, list, tuple, deque, set, frozenset)
@@ -65,7 +65,7 @@ class Holdings:
         """`variables` are globals and closed-over ones, `without` are objects that are not looked into."""
         self.tensors: list[tuple[str, torch.Tensor]] = []
         """Each once, by the first name that leads to it."""
-        self._kept: list[_Kept] = [_Variable(place) for place in variables]
+        self._kept: list[Kept] = [_Variable(place) for place in variables]
         self._seen = {id(one): one for one in without}
         todo = deque(roots)
         while todo and len(self._seen) < _MAX_OBJECTS:
@@ -131,11 +131,20 @@ def _item(name: str, key: Any) -> str:
     return f"{name}[{key!r}]" if type(key) in (str, int) else f"{name}[...]"
 
 
+def kept_as_it_is(container: Any) -> Kept:
+    """A dict, a list, a deque, a set or a variable, as it is now."""
+    if isinstance(container, Place):
+        return _Variable(container)
+    if type(container) is dict:
+        return _Attributes(container)
+    return _Dict(container) if isinstance(container, dict) else _Items(container, list(items_of(container)))
+
+
 def _is_ours(value: Any) -> bool:
     return value is not MISSING and is_engines(value)
 
 
-class _Kept:
+class Kept:
     """A container, and what it held."""
 
     def restore(self) -> None:
@@ -143,7 +152,7 @@ class _Kept:
         raise NotImplementedError
 
 
-class _Dict(_Kept):
+class _Dict(Kept):
     def __init__(self, where: dict[Any, Any]) -> None:
         self._where: Any = where
         self._base: Any = OrderedDict if isinstance(where, OrderedDict) else dict
@@ -162,7 +171,7 @@ class _Dict(_Kept):
             base.__setitem__(where, key, value)
 
 
-class _Items(_Kept):
+class _Items(Kept):
     """A list, a deque or a set."""
 
     def __init__(self, where: Any, items: list[Any]) -> None:
@@ -179,7 +188,7 @@ class _Items(_Kept):
             (self._base.update if self._base is set else self._base.extend)(self._where, self._before)
 
 
-class _Variable(_Kept):
+class _Variable(Kept):
     """A global of a module, or the variable in a cell."""
 
     def __init__(self, place: Place) -> None:
@@ -196,7 +205,7 @@ class _Variable(_Kept):
             self._where[self._key] = self._before
 
 
-class _Attributes(_Kept):
+class _Attributes(Kept):
     """The attributes of an object; those that the engine has put there, or has taken away, are left alone."""
 
     def __init__(self, where: dict[str, Any], skipped: frozenset[str] = frozenset()) -> None:
@@ -213,7 +222,7 @@ class _Attributes(_Kept):
                 self._where[key] = before
 
 
-class _Slots(_Kept):
+class _Slots(Kept):
     def __init__(self, owner: Any, before: Mapping[str, Any]) -> None:
         self._owner, self._before = owner, before
 

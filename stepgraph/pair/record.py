@@ -27,8 +27,10 @@ from stepgraph.errors import CaptureError
 from stepgraph.guards.hooks import is_hooked
 from stepgraph.guards.random_names import NamesGuard
 from stepgraph.observe.ddp import reduced_parameters
+from stepgraph.observe.finder import found_by
 from stepgraph.observe.module_attributes import ModuleAttributes
 from stepgraph.observe.step_objects import leaves_behind
+from stepgraph.observe.taken_back import ContainersBefore
 from stepgraph.oplog import OpLog, left_out
 from stepgraph.pair.cached_casts import as_computed, casts_behind, casts_twice, keeps_casts
 from stepgraph.pair.call import CallBuffers, EagerCall, SameTensor
@@ -127,12 +129,14 @@ class PairCapture:
     def _surroundings(self, training: Sequence[bool]) -> Iterator[None]:
         """Put the module in the state of the call, with proxies for its parameters."""
         before = ModuleAttributes(dict(self.module.named_modules()))
+        containers = ContainersBefore(found_by(self._original()), self.session.workspace.held)
         for module, flag in zip(self._with_modes, training, strict=True):
             module.training = flag  # an evaluation is captured while the model trains, and the other way round
         try:
             with self.proxies.in_place(), without_saved_tensor_hooks(), recording_compiled_backwards():
                 yield
         finally:
+            containers.take_back()
             before.restore()
 
     # -- forward

@@ -279,8 +279,13 @@ def make_probe(name: str, running: RunningChild) -> Any:
 
 
 def main(request_file: str) -> None:
-    """Run a request."""
+    """Run a request in a process that is made for it, below one that keeps it."""
     keep()
+    carry_out(request_file)
+
+
+def carry_out(request_file: str) -> None:
+    """Run a request in this process."""
     with importing_torch():
         import torch
 

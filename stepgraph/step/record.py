@@ -27,13 +27,14 @@ from stepgraph.observe.ddp import Replicas, refuse_replicas
 from stepgraph.observe.discovery import Reached, discovering, scalers_among
 from stepgraph.observe.eager_call import Obstacle
 from stepgraph.observe.escaped_tensors import Place, is_newborn, kept_tensor, setting_apart
-from stepgraph.observe.finder import reachable, tensors_in
+from stepgraph.observe.finder import found_by, tensors_in
 from stepgraph.observe.lines import line_of_return
 from stepgraph.observe.nonfinite import Flags
 from stepgraph.observe.output import Output
 from stepgraph.observe.own_changes import ModelState
 from stepgraph.observe.sharding import refuse_sharded
 from stepgraph.observe.step_objects import StepObjects, numbered
+from stepgraph.observe.taken_back import ContainersBefore
 from stepgraph.oplog import Difference, Log, first_difference
 from stepgraph.optim.effects import refuse_unknown_results
 from stepgraph.optim.optimizer import (
@@ -110,9 +111,11 @@ class _Recording:
     modes: list[tuple[torch.nn.Module, bool]]
     """Modules whose `training` flag the step changes, and the new value."""
     log: Log
+    containers: ContainersBefore
 
     def drop(self) -> None:
         """Restore everything as before the recording."""
+        self.containers.take_back()
         self.chain.free()
         self.grads.rollback()
 
@@ -268,7 +271,8 @@ class StepCapture:
         inside = [o for o in site.touched.optimizers if placements[id(o)].inside]
         outside = [o for o in site.touched.optimizers if not placements[id(o)].inside]
         whole = site.with_objects(self._function)
-        objects = reachable(whole, site.touched.ran)
+        reach = found_by(whole, site.touched.ran)
+        objects = reach.objects
         inputs = StepArguments(leaves, self._session.backend)
         inputs.hold_grads(leaves, signature.names())
         inputs.load(leaves)
@@ -278,10 +282,11 @@ class StepCapture:
             inputs.watch()
             inputs.watch_state(leaves, _own_tensors(site, objects))
             counters, state = HostCounters(inside, self._session.backend), KeptState([*inside, *outside])
+            containers = ContainersBefore(reach, self._session.workspace.held)
             try:
                 with replicas.recording(self._session.drop_graphs):
                     made = self._record(
-                        *(site, given.structure, inputs.leaves, inside, outside, objects),
+                        *(site, given.structure, inputs.leaves, inside, outside, objects, containers),
                         look=look,
                         moves_gradients=is_again and attempt == 1 and not replicas.is_needed,
                     )
@@ -346,7 +351,7 @@ class StepCapture:
         if made.kept is not None:
             ignored = () if made.kept.name is None else (made.kept.name,)
             what = f"the step makes a tensor and keeps it in `{made.kept.label}`"
-            raise Obstacle("kept-tensor", what, ignored).error(self.name)
+            self._surprised(site, Obstacle("kept-tensor", what, ignored).error(self.name))  # a cache keeps it but once
 
     def _refuse_rewound(self, site: Site, kind: Hashable, made: _Recording, between: Sequence[Any]) -> None:
         """Refuse a recording that moves a generator, if the same operations have left it where it was.
@@ -579,6 +584,7 @@ class StepCapture:
         inside: Sequence[Optimizer],
         outside: Sequence[Optimizer],
         objects: Sequence[Any],
+        containers: ContainersBefore,
         *,
         look: Look,
         moves_gradients: bool,
@@ -625,10 +631,11 @@ class StepCapture:
                         recorder.abort()
                         raise
             except BaseException:
+                containers.take_back()
                 model.restore()
                 grads.rollback()
                 raise
-        return _Recording(chain, outputs, grads, scalers, found_flags, read, kept, modes, log)
+        return _Recording(chain, outputs, grads, scalers, found_flags, read, kept, modes, log, containers)
 
     def _grads(self, site: Site, recorder: ChainRecorder, moves: bool) -> GradCapture:
         known = (site.touched.parameters, self._session.grads, recorder.recorded_anything)

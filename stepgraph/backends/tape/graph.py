@@ -159,7 +159,7 @@ class TapeGraph(Graph):
     def abort(self) -> None:
         self._stop()
         for place in self._born.values():
-            self._pool.disown(place)
+            self._pool.settle(place)  # on CUDA, too, what is still held stays in the pool, and nobody computed it
         self.free()
 
     def free(self) -> None:

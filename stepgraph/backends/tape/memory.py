@@ -208,15 +208,8 @@ class TapePool:
         lane.release(place.block)
         place.block, place.num_bytes = lane.allocate(num_bytes), num_bytes
 
-    def disown(self, place: PoolPlace) -> None:
-        """Forget a storage of a recording that was dropped; if it is still alive, it becomes plain memory."""
-        storage = place.watch() if place.watch is not None else None
-        if storage is not None:
-            place.watch = None
-            self._death(storage._cdata, place)
-
     def settle(self, place: PoolPlace) -> bool:
-        """At the end of a recording: bind a storage that is still alive; False if it has died."""
+        """At the end of a recording, also of a failed one: bind a storage that is still alive; False if it has died."""
         if place.storage is not None:
             return True
         storage = place.watch() if place.watch is not None else None
