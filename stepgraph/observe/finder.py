@@ -102,7 +102,7 @@ class _Finder:
             self._inside.add(id(attributes))
         elif issubclass(kind, _CHANGEABLE):
             self.containers += [] if id(owner) in self._inside else [value]
-        elif id(attributes) in self.spots:
+        elif attributes is not None and id(attributes) in self.spots:
             self.containers.append(attributes)
         if issubclass(kind, torch.optim.Optimizer):
             state: Any = (attributes or {}).get("state", {})  # not asked for: reading it is noted while recording

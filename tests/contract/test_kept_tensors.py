@@ -146,7 +146,7 @@ def told_of(
     step: Callable[[torch.Tensor], Any], device: torch.device, rule: str = "kept-tensor", **options: Any
 ) -> stepgraph.CaptureError:
     with stepgraph.capture(step, **options) as captured, pytest.raises(stepgraph.CaptureError) as told:
-        for _ in range(5):
+        for _ in range(8):  # a cache is given some calls to be filled by eager
             captured(torch.ones(3, device=device))
     assert told.value.rule == rule
     return told.value
