@@ -181,7 +181,7 @@ class TapePool:
         self._unplayed: list[PoolPlace] = []
         """Survivors of recordings of this capture; they still hold the numbers of the recording."""
         self._overwritten: dict[GraphTrace, _Overwritten] = {}
-        """By graph; empty after each change of survivors, of their addresses and of who may write them."""
+        """By graph; empty after each change of survivors, and of who may write them. Their addresses never change."""
         unused = torch.UntypedStorage(1)
         self._idle_count = _use_count(unused._cdata)  # what Python's own handle counts for
 
@@ -218,7 +218,6 @@ class TapePool:
         lane = self._lane_of(place.block)
         lane.release(place.block)
         place.block, place.num_bytes = lane.allocate(num_bytes), num_bytes
-        self._overwritten.clear()
 
     def disown(self, place: PoolPlace) -> None:
         """Forget a storage of a recording that was dropped; if it is still alive, it becomes plain memory."""
