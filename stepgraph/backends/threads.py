@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -142,13 +142,14 @@ class _Layers:
         self._original: Callable[..., Any] = getattr(owner, name)
         self._is_inherited = isinstance(owner, type) and name not in vars(owner)
         self._layers: tuple[_Layer, ...] = ()
+        self._for_all: Callable[..., Any] | None = self._original
+        """What is called in all threads, put together once; None if that depends on the thread."""
 
         @functools.wraps(self._original)
         def function(*args: Any, **kwargs: Any) -> Any:
-            call = self._original
-            for layer in self._layers:
-                if layer.is_ours():
-                    call = functools.partial(layer.call, call)
+            call = self._for_all
+            if call is None:
+                call = self._with([layer for layer in self._layers if layer.is_ours()])
             return call(*args, **kwargs)
 
         function.__dict__["layers"] = self
@@ -160,12 +161,23 @@ class _Layers:
         found = getattr(getattr(owner, name), "__dict__", {}).get("layers")
         return found if isinstance(found, cls) else cls(owner, name)
 
+    def _with(self, layers: Iterable[_Layer]) -> Callable[..., Any]:
+        call = self._original
+        for layer in layers:
+            call = functools.partial(layer.call, call)
+        return call
+
+    def _set(self, layers: tuple[_Layer, ...]) -> None:
+        self._for_all, self._layers = None, layers  # in this order: other threads may call meanwhile
+        if all(layer.is_ours is _always for layer in layers):
+            self._for_all = self._with(layers)
+
     def add(self, layer: _Layer) -> None:
-        self._layers = (*self._layers, layer)
+        self._set((*self._layers, layer))
 
     def remove(self, layer: _Layer) -> None:
         """The last one to go leaves the owner as it was."""
-        self._layers = tuple(one for one in self._layers if one is not layer)
+        self._set(tuple(one for one in self._layers if one is not layer))
         if not self._layers and getattr(self._owner, self._name) is self._function:
             if self._is_inherited:
                 delattr(self._owner, self._name)

@@ -50,12 +50,13 @@ class CallShape:
         keys = tuple(_settled_key(key) for key in leaf_keys(leaves, on=self._on))
         self.call = Signature(structure, keys, ambient_key(), training, arguments=arguments)
         self._check_sample(leaves)
-        self._ambients = {self.call.ambient}
+        self._ambients, self._last_ambient = {self.call.ambient}, self.call.ambient
         if self.call.ambient[_GRAD] and not self.call.ambient[_INFERENCE] and not needs_backward:
             without = list(self.call.ambient)
             without[_GRAD] = False
             self._ambients.add(tuple(without))  # the same numbers, without a backward
         self._tensors = [(i, k) for i, k in enumerate(keys) if _is_tensor(k)]
+        self._expected = [(i, k[0], k[1], *k[3:6]) for i, k in self._tensors]
         self._others = [(i, k) for i, k in enumerate(keys) if not _is_tensor(k)]
         found = [(i, alignment_of(leaves[i], self._on)) for i, _ in self._tensors]
         self._aligned = [(i, *alignment) for i, alignment in found if alignment is not None]
@@ -79,24 +80,29 @@ class CallShape:
 
     def check(self, leaves: Sequence[Any], structure: Structure, ambient: tuple[Hashable, ...]) -> None:
         """Raise `SignatureMismatch` unless the graph serves this call."""
-        if ambient not in self._ambients or structure != self.call.structure:
+        if ambient is not self._last_ambient:  # to compare two of them costs as much as all else here
+            if ambient not in self._ambients:
+                raise self._mismatch(leaves, structure)
+            self._last_ambient = ambient
+        if structure is not self.call.structure and structure != self.call.structure:
             raise self._mismatch(leaves, structure)
         is_simple = self._is_simple
-        for index, key in self._tensors:
+        for index, kind, shape, dtype, device, needs_grad in self._expected:
             leaf = leaves[index]
             if (
-                type(leaf) is not key[0]
+                type(leaf) is not kind
                 or leaf.layout is not torch.strided
                 or leaf.is_nested
-                or leaf.shape != key[1]
-                or leaf.dtype is not key[3]
-                or leaf.device != key[4]
-                or (leaf.requires_grad and not key[5])
+                or leaf.shape != shape
+                or leaf.dtype is not dtype
+                or leaf.device != device
+                or (leaf.requires_grad and not needs_grad)
             ):
                 raise self._mismatch(leaves, structure)
             is_simple = is_simple and not leaf.__dict__
-        if any(leaves[index].data_ptr() % modulus != rest for index, modulus, rest in self._aligned):
-            raise self._mismatch(leaves, structure)
+        for index, modulus, rest in self._aligned:
+            if leaves[index].data_ptr() % modulus != rest:
+                raise self._mismatch(leaves, structure)
         if not is_simple and self._differs_otherwise(leaves):
             raise self._mismatch(leaves, structure)
 

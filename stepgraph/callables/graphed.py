@@ -274,6 +274,9 @@ class GraphedCallable(Generic[P, R]):
         self._is_capturing = owner.shared.session.backend.capture_probe
         self._adds_itself = bool(sample.target.pair().inside())
         """True if its graphs add to gradients of parameters, which no DDP then sees."""
+        self._calling = owner.shared.session.calling
+        self._replayed_under: tuple[Hashable, ...] | None = None
+        """The flags of the last call that did not stay eager because of them."""
         self._restore = contextlib.ExitStack()
         self.is_closed = False
         owner.callables.append(self)
@@ -312,7 +315,10 @@ class GraphedCallable(Generic[P, R]):
         """Check whether flags require an eager call."""
         if reason_for_eager(ambient) is not None or saved_tensor_hooks(ambient) is not None:
             return True
-        return torch.is_inference_mode_enabled() and self._shape.takes_gradients
+        if torch.is_inference_mode_enabled() and self._shape.takes_gradients:
+            return True
+        self._replayed_under = ambient
+        return False
 
     def put_back(self) -> None:
         """Restore the forward of the module."""
@@ -324,7 +330,7 @@ class GraphedCallable(Generic[P, R]):
     @untraced
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Replay the forward; autograd replays the backward."""
-        calling = self._owner.shared.session.calling
+        calling = self._calling
         is_alone = calling.acquire(False)
         try:
             if not is_alone:
@@ -336,7 +342,8 @@ class GraphedCallable(Generic[P, R]):
                 return self._eagerly(args, kwargs)  # as both contracts require
             leaves, structure = self._flatten(args, kwargs)
             ambient = self._owner.shared.ambient.read()
-            if cursor is None and self._stays_eager(ambient):
+            # the flags are one object as long as none changes, inference mode included
+            if cursor is None and ambient is not self._replayed_under and self._stays_eager(ambient):
                 return self._eagerly(args, kwargs)
             self._shape.check(leaves, structure, ambient)
             if cursor.is_at_start if cursor is not None else not self._runner.lane.is_busy:
@@ -446,7 +453,7 @@ class GraphedCallable(Generic[P, R]):
 
     def backward_dw(self) -> None:
         """Replay the weight gradient that was split off from the backward (`-c.5` in the order)."""
-        calling = self._owner.shared.session.calling
+        calling = self._calling
         is_alone = calling.acquire(False)
         try:
             if not is_alone:

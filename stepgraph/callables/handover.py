@@ -125,6 +125,8 @@ class SampleHandovers:
 
     def forward_held_up_by(self, leaves: Sequence[Any]) -> list[Handover]:
         """Return the handovers that callers hold and a forward for these arguments would overwrite."""
+        if not self.arguments and not self.results:
+            return []
         found = [place.held_up_by(leaves[index]) for index, place in self.arguments]
         found += [place.held_up_by() for _, place in self.results.values()]
         return [held for held in found if held is not None]

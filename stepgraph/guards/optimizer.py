@@ -152,7 +152,8 @@ class StateGuard:
         tensors = (v for _, copy in self._copies for v in copy.values() if type(v) in PLAIN_TENSORS)
         self._layouts = layouts_of(tensors)
         self._was_freed = False
-        self._is_in_place = asks_addresses([layout for layout in self._layouts if layout[0].device.type == "cpu"])
+        on_host = [layout for layout in self._layouts if layout[0].device.type == "cpu"]
+        self._is_in_place = asks_addresses(on_host) if on_host else None
         note = functools.partial(_note_freed, weakref.ref(self))
         self._memory = [weakref.ref(layout[0].untyped_storage(), note) for layout in self._layouts]
         self._own_code, self._num_attributes = self._read_code(), len(vars(optimizer))
@@ -165,7 +166,8 @@ class StateGuard:
     def expect(self, row: GuardRow) -> None:
         row.attribute(self._optimizer, "state", self._state)
         row.attribute(self, "_was_freed", False)
-        row.ask(self._is_in_place)
+        if self._is_in_place is not None:
+            row.ask(self._is_in_place)
         row.length(self._state, len(self._kept))
         row.ask(functools.partial(_holds_just, self._state, self._kept))
         row.unwritten(self._copies)

@@ -154,7 +154,9 @@ def reason_for_eager(ambient: tuple[Hashable, ...]) -> str | None:
 
     A transform (vmap, grad, jvp) computes something else of the same code, which no graph has.
     """
-    return next((AMBIENT_NAMES[i] for i in range(_EAGER, _EAGER + 3) if ambient[i]), None)
+    if not any(ambient[_EAGER : _EAGER + 3]):
+        return None
+    return next(AMBIENT_NAMES[i] for i in range(_EAGER, _EAGER + 3) if ambient[i])
 
 
 def transform_around(ambient: tuple[Hashable, ...]) -> str | None:

@@ -34,7 +34,12 @@ def geometry_check(tensors: Sequence[torch.Tensor], on: str) -> Callable[..., bo
     check, aligned = _guard(tensors), _alignments(tensors, on)
 
     def fits(*others: torch.Tensor) -> bool:
-        return check(*others) and all(others[index].data_ptr() % modulus == rest for index, modulus, rest in aligned)
+        if not check(*others):
+            return False
+        for index, modulus, rest in aligned:  # noqa: SIM110 (a generator would cost more than the check)
+            if others[index].data_ptr() % modulus != rest:
+                return False
+        return True
 
     return fits if aligned else check
 

@@ -275,6 +275,30 @@ def test_threads_replacements_act_only_in_their_own_thread(other: ThreadPoolExec
     assert owner.ask is original
 
 
+def test_threads_replacements_for_all_are_put_together(other: ThreadPoolExecutor) -> None:
+    owner = SimpleNamespace(ask=lambda: "torch's")
+    original = owner.ask
+    first = replaced(owner, "ask", lambda below: f"first over {below()}", everywhere=True)
+    here = replaced(owner, "ask", lambda below: f"here over {below()}")
+    second = replaced(owner, "ask", lambda below: f"second over {below()}", everywhere=True)
+
+    def asked() -> tuple[str, str]:
+        return owner.ask(), other.submit(lambda: owner.ask()).result(TIMEOUT)
+
+    with first:
+        assert asked() == ("first over torch's",) * 2
+        with here:
+            assert asked() == ("here over first over torch's", "first over torch's")
+            second.__enter__()
+            assert asked() == ("second over here over first over torch's", "second over first over torch's")
+        assert asked() == ("second over first over torch's",) * 2
+    kept = owner.ask
+    assert asked() == ("second over torch's",) * 2
+    second.__exit__(None, None, None)
+    assert owner.ask is original
+    assert kept() == "torch's", "whoever has kept the replacement calls the function itself"
+
+
 def test_threads_stance_of_the_compiler_is_left_with_the_last(other: ThreadPoolExecutor) -> None:
     def stance() -> Any:
         return torch._dynamo.eval_frame._stance

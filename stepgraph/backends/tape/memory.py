@@ -20,6 +20,7 @@ import bisect
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -161,6 +162,14 @@ class PoolPlace:
         """For memory that Python can reach between calls: the graphs that may write anywhere in it."""
 
 
+class _Overwritten(NamedTuple):
+    """Survivors of other graphs in memory that one graph writes."""
+
+    places: list[PoolPlace]
+    named: list[tuple[int, PoolPlace]]
+    """Those that Python can reach, and whose graphs do not include this one, each with its key."""
+
+
 class TapePool:
     """The storages born in one workspace's captures, with their addresses and the ledger of their writes."""
 
@@ -171,6 +180,8 @@ class TapePool:
         self._survivors: list[tuple[int, PoolPlace]] = []
         self._unplayed: list[PoolPlace] = []
         """Survivors of recordings of this capture; they still hold the numbers of the recording."""
+        self._overwritten: dict[GraphTrace, _Overwritten] = {}
+        """By graph; empty after each change of survivors, and of who may write them. Their addresses never change."""
         unused = torch.UntypedStorage(1)
         self._idle_count = _use_count(unused._cdata)  # what Python's own handle counts for
 
@@ -217,6 +228,7 @@ class TapePool:
             return False
         place.storage, place.watch = storage, None
         self._survivors.append((storage._cdata, place))
+        self._overwritten.clear()
         self._unplayed.append(place)
         return True
 
@@ -228,24 +240,34 @@ class TapePool:
 
     def poison_overwritten(self, trace: GraphTrace) -> None:
         """After a replay: poison what other graphs had left at its addresses and somebody still holds."""
-        own = set(map(id, trace.writes))
-        for _, place in self._survivors:
-            if place.block is not None and id(place.block) not in own and trace.footprint.overlaps(place.block):
-                poison(place)
+        for place in self._overwritten_by(trace).places:
+            poison(place)
 
     def note_named(self, key: int, writers: list[GraphTrace]) -> None:
         """Note that Python can reach a storage between calls, and which graphs may write anywhere in it."""
         self._live[key].writers = writers
+        self._overwritten.clear()
 
     def named_in_the_way(self, trace: GraphTrace) -> PoolPlace | None:
         """Before a replay: a place that Python can reach, and that the graph would overwrite with something else."""
-        own = set(map(id, trace.writes))
-        for key, place in self._survivors:
-            if place.writers is None or place.block is None or id(place.block) in own or trace in place.writers:
-                continue
-            if trace.footprint.overlaps(place.block) and self._is_held(key, place):
+        for key, place in self._overwritten_by(trace).named:
+            if self._is_held(key, place):
                 return place
         return None
+
+    def _overwritten_by(self, trace: GraphTrace) -> _Overwritten:
+        """What is in memory that the graph writes. Replays change nothing of it, so it is looked up once."""
+        known = self._overwritten.get(trace)
+        if known is None:
+            own = set(map(id, trace.writes))
+            found = [
+                (key, place)
+                for key, place in self._survivors
+                if place.block is not None and id(place.block) not in own and trace.footprint.overlaps(place.block)
+            ]
+            named = [one for one in found if one[1].writers is not None and trace not in one[1].writers]
+            known = self._overwritten[trace] = _Overwritten([place for _, place in found], named)
+        return known
 
     def _is_held(self, key: int, place: PoolPlace) -> bool:
         return _use_count(key) - self._idle_count > place.aliases
@@ -257,6 +279,7 @@ class TapePool:
             return
         for key, place in gone:
             self._death(key, place)
+        self._overwritten.clear()
         dead = {id(place) for _, place in gone}
         self._survivors = [one for one in self._survivors if id(one[1]) not in dead]
 

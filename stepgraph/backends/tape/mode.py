@@ -180,7 +180,7 @@ class TapeBackend(Backend):
         return TapeWorkspace()
 
     def is_capturing(self) -> bool:
-        return self._recorder() is not None
+        return torch._C._len_torch_dispatch_stack() > 0 and self._recorder() is not None
 
     def _recorder(self) -> RecordingMode | None:
         modes = dispatch._get_current_dispatch_mode_stack()

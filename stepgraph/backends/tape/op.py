@@ -127,7 +127,7 @@ class Op:
         """Call it again, and put its results in their places."""
         out = self.func(*self.args, **self.kwargs)
         if self.results:
-            flat = leaves_of(out)
+            flat = (out,) if type(out) is torch.Tensor else leaves_of(out)
             for target, index in self.results:
                 target.copy_(flat[index])
 

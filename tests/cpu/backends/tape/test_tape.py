@@ -398,6 +398,42 @@ def test_replay_over_named_memory_is_refused(workspace: TapeWorkspace) -> None:
     assert torch.equal(named.y, numbers() * 2), "the refused replay has written nothing"
 
 
+def test_replay_over_memory_that_was_named_after_one(workspace: TapeWorkspace) -> None:
+    """What a graph overwrites is looked up once, and again after a change."""
+    named = Named(workspace)
+    workspace.note_named([named.y], [named.earlier, named.maker])
+    for graph in (named.earlier, named.maker):
+        graph.replay()
+    workspace.note_named([named.y], [named.maker])
+    with pytest.raises(StaleMemoryError, match="can still reach"):
+        named.earlier.replay()
+
+
+def test_replay_poisons_what_was_recorded_after_its_last_one(workspace: TapeWorkspace) -> None:
+    x = numbers()
+    earlier, _ = record(workspace, lambda: (x + 1).sum())
+    earlier.replay()
+    writer, kept = record(workspace, lambda: x * 2)
+    writer.replay()
+    assert torch.equal(kept, x * 2)
+    earlier.replay()
+    assert kept.isnan().all()
+
+
+def test_pool_lets_go_of_memory_that_a_replay_has_poisoned(workspace: TapeWorkspace) -> None:
+    x = numbers()
+    earlier, _ = record(workspace, lambda: (x + 1).sum())
+    writer, kept = record(workspace, lambda: x * 2)
+    writer.replay()
+    earlier.replay()
+    assert kept.isnan().all()
+    memory = weakref.ref(kept.untyped_storage())
+    writer.free()
+    del writer, kept
+    record(workspace, lambda: torch.add(x, 1).zero_() is None)
+    assert memory() is None
+
+
 def test_replay_over_named_memory_that_nobody_holds(workspace: TapeWorkspace) -> None:
     named = Named(workspace)
     named.maker.replay()
