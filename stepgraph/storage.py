@@ -53,7 +53,7 @@ def address_of(tensor: torch.Tensor) -> int:
 
 def memory_of(tensor: Any) -> int | None:
     """The id of a tensor's memory; None of one without memory or elements, and of what is no tensor."""
-    storage = storage_of(tensor) if isinstance(tensor, torch.Tensor) else None
+    storage = storage_of(tensor) if issubclass(type(tensor), torch.Tensor) else None
     return None if storage is None or not tensor.numel() else int(storage._cdata)
 
 

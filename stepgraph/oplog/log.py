@@ -355,7 +355,7 @@ class OpLog(dispatch.TorchDispatchMode):
         self._notes = array("I")
         self._given = _Found() if finds_arguments else Roles()
         for index, leaf in enumerate(arguments):
-            if isinstance(leaf, torch.Tensor):
+            if issubclass(type(leaf), torch.Tensor):
                 self._given.add(index, leaf)
         self._shared = self._given.shared()
         self._births = _Births()
@@ -449,7 +449,7 @@ class OpLog(dispatch.TorchDispatchMode):
         self.note_event("the result", *about, structure, *map(self._as_result, leaves))
 
     def _as_result(self, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) or type(leaf) in BY_VALUE:
+        if issubclass(type(leaf), torch.Tensor) or type(leaf) in BY_VALUE:
             return leaf
         return f"{type(leaf).__name__} {leaf!r}" if is_plain(leaf) else self._vocabulary.identities.of(leaf)
 
@@ -528,11 +528,11 @@ class OpLog(dispatch.TorchDispatchMode):
     def _take(self, values: Iterable[Any], plain: list[Hashable], tensors: list[Hashable], known: set[int]) -> bool:
         on_device = False
         for value in values:
-            if isinstance(value, torch.Tensor):
+            if issubclass(type(value), torch.Tensor):
                 plain.append(TENSOR)
                 tensors.append(self._tensor(value, known))
                 on_device = on_device or self._device is None or value.device.type == self._device
-            elif isinstance(value, (list, tuple)):
+            elif issubclass(type(value), (list, tuple)):
                 plain.append(len(value))
                 on_device = self._take(value, plain, tensors, known) or on_device
             else:
@@ -752,9 +752,9 @@ def _lifted(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _tensors(out: Any) -> Iterator[torch.Tensor]:
-    if isinstance(out, torch.Tensor):
+    if issubclass(type(out), torch.Tensor):
         yield out
-    elif isinstance(out, (list, tuple)):
+    elif issubclass(type(out), (list, tuple)):
         for item in out:
             yield from _tensors(item)
 
@@ -772,9 +772,9 @@ def _plain(value: Any) -> Hashable:
     kind = type(value)
     if kind in BY_VALUE:
         return (kind, value)
-    if isinstance(value, (int, float, complex, str, bytes)):
+    if issubclass(type(value), (int, float, complex, str, bytes)):
         return (kind, repr(value))
-    if isinstance(value, torch.Generator):
+    if issubclass(type(value), torch.Generator):
         return ("Generator", int(getattr(value, "_cdata", 0)))  # each operator sees a new Python object
     if callable(value) and hasattr(value, "__qualname__"):
         return ("function", value.__qualname__)

@@ -127,7 +127,7 @@ def leaf_key(leaf: Any) -> Hashable:
     """Any leaf's part of the key: tensors by geometry, plain values by value, other objects by identity."""
     if type(leaf) is torch.Tensor:
         return tensor_key(leaf)
-    if isinstance(leaf, torch.Tensor):
+    if issubclass(type(leaf), torch.Tensor):
         # a parameter is not copied in: it is the thing itself, and a graph has its address baked in
         own = ("itself", id(leaf), address_of(leaf)) if isinstance(leaf, torch.nn.Parameter) else ()
         return (*tensor_key(leaf), *own)
@@ -135,7 +135,7 @@ def leaf_key(leaf: Any) -> Hashable:
         return (float, leaf.hex())
     if type(leaf) is complex:
         return (complex, f"{leaf.real.hex()} {leaf.imag.hex()}")
-    if isinstance(leaf, _BY_VALUE):
+    if issubclass(type(leaf), _BY_VALUE):
         return (type(leaf), leaf)
     if _is_numpy(leaf):
         raise InvalidArgument(
@@ -163,7 +163,7 @@ def leaf_keys(leaves: Sequence[Any], *, gradients: bool = False, on: str | None 
     if len(leaves) > 1 and len(set(map(id, leaves))) < len(leaves):
         first: dict[int, int] = {}
         for index, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and first.setdefault(id(leaf), index) != index:
+            if issubclass(type(leaf), torch.Tensor) and first.setdefault(id(leaf), index) != index:
                 own = () if attributes_in(keys[index]) is NONE else (keys[index][8],)
                 keys[index] = (*keys[index][:8], *own, first[id(leaf)])
     return _with_alignments(keys, leaves, on)
@@ -173,7 +173,7 @@ def _with_alignments(keys: list[Any], leaves: Sequence[Any], on: str | None) -> 
     if on is None:
         return tuple(keys)
     for index, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
+        if issubclass(type(leaf), torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
             alignment = alignment_of(leaf, on)
             if alignment is not None and alignment.rest:
                 keys[index] = (*keys[index], alignment)
@@ -235,9 +235,9 @@ def refuse_arguments(leaves: Sequence[Any], names: Sequence[str]) -> None:
 def refuse_opaque(leaves: Sequence[Any]) -> None:
     """Refuse objects that hide tensors: they are compared by identity, so that their tensors would be frozen."""
     for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) or is_plain(leaf) or type(leaf).__module__.partition(".")[0] == "torch":
+        if issubclass(type(leaf), torch.Tensor) or is_plain(leaf) or type(leaf).__module__.partition(".")[0] == "torch":
             continue
-        if isinstance(leaf, (torch.nn.Module, torch.optim.Optimizer)):
+        if issubclass(type(leaf), (torch.nn.Module, torch.optim.Optimizer)):
             continue
         hidden = hidden_tensor(leaf)
         if hidden is not None:
@@ -250,7 +250,7 @@ def refuse_opaque(leaves: Sequence[Any]) -> None:
 def refuse_tensor_classes(leaves: Sequence[Any], names: Sequence[str]) -> None:
     """Refuse tensors that are more than strided memory: a buffer would not be one of them."""
     for leaf, name in zip(leaves, names, strict=True):
-        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.Parameter):
+        if not issubclass(type(leaf), torch.Tensor) or isinstance(leaf, torch.nn.Parameter):
             continue
         special = special_kind(leaf) or ("symbolic zero" if leaf._is_zerotensor() else "")
         if special or type(leaf) is not torch.Tensor:
@@ -263,12 +263,12 @@ def refuse_tensor_classes(leaves: Sequence[Any], names: Sequence[str]) -> None:
 
 def is_plain(value: Any) -> bool:
     """Whether a value is compared by value, not by identity."""
-    return isinstance(value, (float, complex, *_BY_VALUE)) and not _is_numpy(value)
+    return issubclass(type(value), (float, complex, *_BY_VALUE)) and not _is_numpy(value)
 
 
 def _is_numpy(leaf: Any) -> bool:
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(leaf, (numpy.ndarray, numpy.generic))
+    return numpy is not None and issubclass(type(leaf), (numpy.ndarray, numpy.generic))
 
 
 def describe_leaf(key: Any) -> str:
