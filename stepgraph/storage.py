@@ -110,6 +110,14 @@ def numbers_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(_blocks(tensor))
 
 
+def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors that a wrapper subclass is taken apart into; none for other tensors."""
+    flatten = getattr(type(tensor), "__tensor_flatten__", None)
+    for name in flatten(tensor)[0] if flatten is not None else ():
+        inner = getattr(tensor, name)
+        yield from inner_tensors(inner) if hasattr(type(inner), "__tensor_flatten__") else (inner,)
+
+
 def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The strided tensors that a tensor consists of, as far as they can be asked for."""
     if _is_transformed(tensor) or isinstance(tensor, UninitializedTensorMixin):

@@ -49,7 +49,7 @@ from stepgraph.errors import Location
 from stepgraph.frames import is_user
 from stepgraph.ran import Unnoted
 from stepgraph.signature import is_plain
-from stepgraph.storage import shape_of, storage_of
+from stepgraph.storage import inner_tensors, shape_of, storage_of
 from stepgraph.tree import flatten
 
 _V = TypeVar("_V")
@@ -357,6 +357,8 @@ class OpLog(dispatch.TorchDispatchMode):
         for index, leaf in enumerate(arguments):
             if issubclass(type(leaf), torch.Tensor):
                 self._given.add(index, leaf)
+                for part, inner in enumerate(inner_tensors(leaf)):
+                    self._given.add((index, part), inner)
         self._shared = self._given.shared()
         self._births = _Births()
         self._lines: dict[int, int] = {}
@@ -417,7 +419,7 @@ class OpLog(dispatch.TorchDispatchMode):
         No argument is kept alive: compiled code empties the list it is given, and frees what it has used.
         """
         line, _ = self._line()
-        self._note(self._vocabulary.number(name), leaves, {}, line, set())
+        self._note(self._vocabulary.number(name), [*_taken_apart(leaves)], {}, line, set())
         given = [weakref.ref(storage) for storage in map(storage_of, _tensors(leaves)) if storage is not None]
         self._hidden += 1
         try:
@@ -757,6 +759,13 @@ def _tensors(out: Any) -> Iterator[torch.Tensor]:
     elif issubclass(type(out), (list, tuple)):
         for item in out:
             yield from _tensors(item)
+
+
+def _taken_apart(leaves: Iterable[Any]) -> Iterator[Any]:
+    """These values, with the class and the tensors of a wrapper in its place: it has no memory to be named by."""
+    for leaf in leaves:
+        inner = tuple(inner_tensors(leaf)) if issubclass(type(leaf), torch.Tensor) else ()
+        yield from (type(leaf).__qualname__, *inner) if inner else (leaf,)
 
 
 def _value(tensor: torch.Tensor) -> Any:

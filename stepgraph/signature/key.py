@@ -14,17 +14,18 @@ import itertools
 import sys
 import types
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from stepgraph.errors import CaptureError, InvalidArgument
+from stepgraph.plain import token
 from stepgraph.signature.ambient import AMBIENT_NAMES
 from stepgraph.signature.attributes import NONE, Attributes, attributes_in, attributes_on, refuse_unlike_buffers
 from stepgraph.signature.memory import Alignment, alignment_of
 from stepgraph.storage import address_of, is_strided, shape_of, special_kind
-from stepgraph.tree import Structure, argument_name, hidden_tensor, paths
+from stepgraph.tree import Structure, argument_name, flatten, hidden_tensor, paths
 from stepgraph.wording import with_article
 
 
@@ -118,6 +119,26 @@ def tensor_key(tensor: torch.Tensor) -> tuple[Hashable, ...]:
     return geometry if attributes is NONE else (*geometry, attributes)
 
 
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """What a wrapper subclass is taken apart into: its own operations depend on all of it."""
+
+    tensors: tuple[Hashable, ...]
+    same: tuple[int, ...]
+    """The first of the tensors that is this one."""
+    context: tuple[Hashable, ...]
+    kept: tuple[Any, ...] = field(compare=False)
+    """Objects that are told apart by identity."""
+
+    @classmethod
+    def of(cls, tensor: Any) -> Inside:
+        names, context = tensor.__tensor_flatten__()
+        inner = [getattr(tensor, name) for name in names]
+        ids, (leaves, structure) = list(map(id, inner)), flatten(context)
+        same = tuple(map(ids.index, ids))
+        return cls(tuple(map(leaf_key, inner)), same, (structure, *map(token, leaves)), tuple(leaves))
+
+
 def is_computed(key: Hashable) -> bool:
     """True if a leaf's key is that of a tensor that autograd has computed, or may have computed."""
     return isinstance(key, tuple) and len(key) > _GRAD and key[_GRAD] in ("computed", True)
@@ -130,7 +151,9 @@ def leaf_key(leaf: Any) -> Hashable:
     if issubclass(type(leaf), torch.Tensor):
         # a parameter is not copied in: it is the thing itself, and a graph has its address baked in
         own = ("itself", id(leaf), address_of(leaf)) if isinstance(leaf, torch.nn.Parameter) else ()
-        return (*tensor_key(leaf), *own)
+        is_wrapper = hasattr(type(leaf), "__tensor_flatten__") and not leaf.is_nested
+        inside = (Inside.of(leaf),) if is_wrapper else ()
+        return (*tensor_key(leaf), *own, *inside)
     if type(leaf) is float:
         return (float, leaf.hex())
     if type(leaf) is complex:
@@ -275,7 +298,7 @@ def describe_leaf(key: Any) -> str:
     """A leaf's key in words: `f32[4, 16] cpu`, `'mean'`, `<Linear object>`."""
     if len(key) > 3:
         kind, shape, stride, dtype, device, requires_grad, conj, neg, *same = (
-            p for p in key if type(p) is not Alignment
+            p for p in key if type(p) is not Alignment and type(p) is not Inside
         )
         name = _SHORT.get(dtype, str(dtype).removeprefix("torch."))
         notes = "" if kind is torch.Tensor else f" {kind.__name__}"
