@@ -17,7 +17,7 @@ import torch
 from stepgraph.backends import Backend
 from stepgraph.callables.capture_job import CaptureJob
 from stepgraph.callables.graphed import CallablesReport, GraphedCallable
-from stepgraph.callables.request import read_request
+from stepgraph.callables.request import Request, read_request
 from stepgraph.callables.warm_up import CaptureTimeHooks
 from stepgraph.errors import InvalidArgument
 from stepgraph.observe.ddp import unwrapped
@@ -150,10 +150,14 @@ def make_graphed_callables(
             job.give_up()
             raise
         made = job.graphed(begun, clone_param_grads=clone_param_grads, retain=retain, audit=audit)
-        if request.order is not None:
-            return tuple(made)
-        found = [_put_in_place(graphed, given) for graphed, given in zip(made, request.callables, strict=True)]
-        return found[0] if request.is_single else tuple(found)
+        return _for_caller(made, request)
+
+
+def _for_caller(made: Sequence[GraphedCallable[..., Any]], request: Request) -> Any:
+    if request.order is not None:
+        return tuple(made)
+    found = [_put_in_place(graphed, given) for graphed, given in zip(made, request.callables, strict=True)]
+    return found[0] if request.is_single else tuple(found)
 
 
 def _put_in_place(graphed: GraphedCallable[..., Any], given: Callable[..., Any]) -> Any:
