@@ -53,7 +53,7 @@ def address_of(tensor: torch.Tensor) -> int:
 
 def memory_of(tensor: Any) -> int | None:
     """The id of a tensor's memory; None of one without memory or elements, and of what is no tensor."""
-    storage = storage_of(tensor) if isinstance(tensor, torch.Tensor) else None
+    storage = storage_of(tensor) if issubclass(type(tensor), torch.Tensor) else None
     return None if storage is None or not tensor.numel() else int(storage._cdata)
 
 
@@ -108,6 +108,14 @@ def numbers_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if special_kind(tensor) and tensor.layout not in _COMPRESSED and not tensor.is_nested:
             return (tensor.to_dense(),)
         return tuple(_blocks(tensor))
+
+
+def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors that a wrapper subclass is taken apart into; none for other tensors."""
+    flatten = getattr(type(tensor), "__tensor_flatten__", None)
+    for name in flatten(tensor)[0] if flatten is not None else ():
+        inner = getattr(tensor, name)
+        yield from inner_tensors(inner) if hasattr(type(inner), "__tensor_flatten__") else (inner,)
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

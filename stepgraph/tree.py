@@ -113,19 +113,19 @@ def _open(node: Any) -> _Opened | None:
         return tuple(node), None, node.values()
     if kind is tuple or kind is list:
         return tuple(range(len(node))), None, node
-    if isinstance(node, torch.Tensor):
+    if issubclass(type(node), torch.Tensor):
         return None
     if kind is defaultdict or (kind is OrderedDict and not vars(node)):
         return tuple(node), _factory(node), node.values()
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
+    if issubclass(type(node), tuple) and hasattr(node, "_fields"):
         beside = attributes_of(node)
         return (*node._fields, *map(Attribute, beside)), None, (*node, *beside.values())
-    if isinstance(node, dict) and (kind is OrderedDict or kind not in torch_pytree.SUPPORTED_NODES):
+    if issubclass(type(node), dict) and (kind is OrderedDict or kind not in torch_pytree.SUPPORTED_NODES):
         return _open_items(node)
     if kind in torch_pytree.SUPPORTED_NODES:
         values, context = torch_pytree.SUPPORTED_NODES[kind].flatten_fn(node)
         return tuple(range(len(values))), _Context(context), values
-    if dataclasses.is_dataclass(node) and not isinstance(node, (type, Leaf, enum.Enum, torch.nn.Module)):
+    if hasattr(kind, "__dataclass_fields__") and not issubclass(kind, (Leaf, enum.Enum, torch.nn.Module)):
         return _open_dataclass(node)
     return None
 
@@ -172,19 +172,19 @@ def hidden_tensor(instance: Any) -> str | None:
     """
     held = attributes_of(instance)
     for name, value in held.items():
-        if isinstance(value, torch.Tensor):
+        if issubclass(type(value), torch.Tensor):
             return name
     for name, container in (("", instance), *held.items()):
         for key, value in _items_of(container):
-            if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+            if issubclass(type(value), torch.Tensor) and not isinstance(value, torch.nn.Parameter):
                 return f"{name}[{key!r}]"
     return None
 
 
 def _items_of(container: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(container, dict):
+    if issubclass(type(container), dict):
         return dict.items(container)
-    return enumerate(container) if isinstance(container, (list, tuple, set, frozenset, deque)) else ()
+    return enumerate(container) if issubclass(type(container), (list, tuple, set, frozenset, deque)) else ()
 
 
 def tree_map(func: Callable[[Any], Any], tree: Any) -> Any:

@@ -51,7 +51,7 @@ class ArgMetadata(Leaf):
 
     def __init__(self, arg: Any) -> None:
         found: dict[str, Any] = dict.fromkeys(ArgMetadata.__slots__) | {"type": arg.__class__, "value": arg}
-        if isinstance(arg, torch.Tensor):
+        if issubclass(type(arg), torch.Tensor):
             found |= {
                 "shape": torch.Size() if arg.is_nested else arg.shape,
                 "dtype": arg.dtype,
@@ -119,7 +119,7 @@ def buffer_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def is_copied_in(leaf: Any) -> bool:
     """Check whether a leaf of a call is data to copy in. A parameter passed as an argument is used itself."""
-    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter)
+    return issubclass(type(leaf), torch.Tensor) and not isinstance(leaf, torch.nn.Parameter)
 
 
 def tensors_among(leaves: Sequence[Any]) -> dict[int, torch.Tensor]:

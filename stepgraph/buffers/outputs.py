@@ -59,7 +59,7 @@ class StaticOutputs:
         self._objects: dict[int, torch.Tensor] = {}
         """The leaves that are parameters, buffers or other leaves of autograd: callers get these objects."""
         for position, leaf in enumerate(leaves):
-            if not isinstance(leaf, torch.Tensor):
+            if not issubclass(type(leaf), torch.Tensor):
                 continue
             self._filled[position] = "tensor"
             if id(leaf) in passed:
@@ -228,12 +228,12 @@ def _all_together(tensors: Sequence[torch.Tensor], groups: Iterable[Sequence[int
 def detached(tree: Any) -> Any:
     """Return a call's results without their autograd graph."""
     leaves, structure = flatten(tree)
-    return unflatten(structure, [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+    return unflatten(structure, [leaf.detach() if issubclass(type(leaf), torch.Tensor) else leaf for leaf in leaves])
 
 
 def leaf_results(tree: Any) -> dict[int, torch.Tensor]:
     """Return the tensors of a result that autograd accumulates gradients in, by id."""
-    leaves = [t for t in flatten(tree)[0] if isinstance(t, torch.Tensor) and t.requires_grad and t.is_leaf]
+    leaves = [t for t in flatten(tree)[0] if issubclass(type(t), torch.Tensor) and t.requires_grad and t.is_leaf]
     # a view made under no_grad claims to require a gradient, but is no leaf that gets one
     return {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter) or not leaf._is_view()}
 

@@ -26,6 +26,7 @@ from stepgraph.pair.in_flight import held_gradient, run_forward
 from stepgraph.pair.module_method import put_in_place
 from stepgraph.pair.runner import Grads, Runner, RunnerState
 from stepgraph.pair.shared import PairSession
+from stepgraph.session.interrupt import interrupts_held
 from stepgraph.session.messages import refuse_second_thread
 from stepgraph.session.report import GraphReport, outline, with_counts
 from stepgraph.signature import reason_for_eager, saved_tensor_hooks
@@ -177,9 +178,10 @@ class GraphedSet:
     def begin_round(self) -> None:
         """Begin a round. Raise `StateChanged` if it is audited and the operations of a callable have changed."""
         if self.shared.begins_audit():
-            for sample in {id(s.kind): s for s in reversed(self.samples) if not s.runner.is_freed}.values():
-                self.check(sample, audited=True)
-            self.shared.turns.end()
+            with interrupts_held():  # all are compared, or none
+                for sample in {id(s.kind): s for s in reversed(self.samples) if not s.runner.is_freed}.values():
+                    self.check(sample, audited=True)
+                self.shared.turns.end()
 
     def check(self, sample: SampleGraphs, *, audited: bool = False) -> None:
         """Raise `StateChanged` if something that the graphs of a sample have baked in has changed.
@@ -189,7 +191,8 @@ class GraphedSet:
         guard, name = sample.kind.guard, sample.target.name
         if guard is None or (not audited and guard.holds()):
             return
-        found = sample.target.look(guard, lambda: sample.differs(self._hooks), audited=audited)
+        with interrupts_held():
+            found = sample.target.look(guard, lambda: sample.differs(self._hooks), audited=audited)
         if found is None:
             return
         if found.difference is not None and not found.changes:

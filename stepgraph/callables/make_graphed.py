@@ -17,11 +17,12 @@ import torch
 from stepgraph.backends import Backend
 from stepgraph.callables.capture_job import CaptureJob
 from stepgraph.callables.graphed import CallablesReport, GraphedCallable
-from stepgraph.callables.request import read_request
+from stepgraph.callables.request import Request, read_request
 from stepgraph.callables.warm_up import CaptureTimeHooks
 from stepgraph.errors import InvalidArgument
 from stepgraph.observe.ddp import unwrapped
 from stepgraph.order.entries import is_count
+from stepgraph.session.interrupt import interrupts_held
 from stepgraph.session.options import Audit, checked, reads_options, refuse_both
 from stepgraph.session.session import Session
 from stepgraph.tracebacks import entry_point
@@ -134,19 +135,25 @@ def make_graphed_callables(
     request = read_request(callables, sample_args, sample_kwargs, order, num_layers_per_chunk)
     hooks = CaptureTimeHooks(capture_time_hooks, request.callables)
     session = pool if pool is not None else Session()
-    begun = time.perf_counter()
-    job = CaptureJob(request, session, hooks, backend, owns_session=pool is None)
-    try:
-        if pre_warmup_hook is not None:
-            pre_warmup_hook()
-        job.warm_up(num_warmup_iters)
-        if post_warmup_hook is not None:
-            post_warmup_hook()
-        job.capture(reuse=reuse_buffers, retain=retain_graph_in_backward, allow_unused=allow_unused_input)
-    except BaseException:
-        job.give_up()
-        raise
-    made = job.graphed(begun, clone_param_grads=clone_param_grads, retain=retain_graph_in_backward, audit=audit)
+    begun, retain = time.perf_counter(), retain_graph_in_backward
+    with interrupts_held() as raise_held:  # its warm-up, too, puts proxies in the place of parameters
+        job = CaptureJob(request, session, hooks, backend, owns_session=pool is None)
+        try:
+            if pre_warmup_hook is not None:
+                pre_warmup_hook()
+            job.warm_up(num_warmup_iters)
+            if post_warmup_hook is not None:
+                post_warmup_hook()
+            job.capture(reuse=reuse_buffers, retain=retain, allow_unused=allow_unused_input)
+            raise_held()
+        except BaseException:
+            job.give_up()
+            raise
+        made = job.graphed(begun, clone_param_grads=clone_param_grads, retain=retain, audit=audit)
+        return _for_caller(made, request)
+
+
+def _for_caller(made: Sequence[GraphedCallable[..., Any]], request: Request) -> Any:
     if request.order is not None:
         return tuple(made)
     found = [_put_in_place(graphed, given) for graphed, given in zip(made, request.callables, strict=True)]

@@ -93,13 +93,13 @@ def refuse_ddp(given: Callable[..., Any], target: PairTarget, *, with_order: boo
 
 def _module_of(given: Callable[..., Any]) -> torch.nn.Module:
     """Return the module whose parameters a callable uses."""
-    owner = given.__self__ if isinstance(given, types.MethodType) else given
-    return owner if isinstance(owner, torch.nn.Module) else _Holder(_modules_of(given))
+    owner: Any = given.__self__ if isinstance(given, types.MethodType) else given
+    return owner if issubclass(type(owner), torch.nn.Module) else _Holder(_modules_of(given))
 
 
 def _modules_of(function: Callable[..., Any]) -> list[torch.nn.Module]:
     """Return the modules that a function can reach, without those inside others."""
-    found = [value for value in reachable(function) if isinstance(value, torch.nn.Module)]
+    found = [value for value in reachable(function) if issubclass(type(value), torch.nn.Module)]
     inside = {id(inner) for module in found for inner in module.modules() if inner is not module}
     return [module for module in found if id(module) not in inside]
 

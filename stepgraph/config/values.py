@@ -114,6 +114,13 @@ def _is_huge(value: Any) -> bool:
     return isinstance(value, int) and not -(2**63) <= value < 2**63
 
 
+def _integers_in(value: Any) -> list[int]:
+    """The integers of a value, or of a text that may be a list of them."""
+    items = _listed(value) if isinstance(value, str) else value if isinstance(value, (list, tuple)) else [value]
+    found = [_readings(item, int) if isinstance(item, str) else [item] for item in items]
+    return [number for numbers in found for number in numbers if isinstance(number, int)]
+
+
 def _rank(text: str, choice: Any) -> int:
     """Of several types a text is None first, then what its brackets say, then a string only as the last one."""
     if choice is type(None):
@@ -150,7 +157,7 @@ def _listed(text: str) -> list[str]:
 
 
 def _wrong(where: str, value: Any, hint: Any) -> InvalidArgument:
-    if _is_huge(value) or (isinstance(value, (list, tuple)) and any(_is_huge(item) for item in value)):
+    if any(map(_is_huge, _integers_in(value))):
         return InvalidArgument(
             f"{where} is an integer of more than 64 bits",
             rule="config-value",

@@ -128,7 +128,7 @@ class OtherUses:
             known.num += 1
             known.total = known.total + share
             return
-        if known is not None:  # of a backward that was aborted
+        if known is not None and known.handle is not None:  # of a backward that was aborted
             known.handle.remove()
         shares = self._open[id(parameter)] = _Shares(name, task, share.detach(), share.untyped_storage())
         node = torch.autograd.graph.get_gradient_edge(parameter).node

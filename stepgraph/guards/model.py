@@ -55,12 +55,14 @@ class ModelGuard:
             (m, m._parameters, key) for m in plain for key, p in m._parameters.items() if p is None or id(p) in known
         ]
         owned += [(m, m._modules, key) for m in plain for key in m._modules]
-        owned += [(p, vars(p), key) for p in parameters for key, v in vars(p).items() if isinstance(v, torch.Tensor)]
+        owned += [
+            (p, vars(p), key) for p in parameters for key, v in vars(p).items() if issubclass(type(v), torch.Tensor)
+        ]
         self._plain = plain
         self._owners = [owner for owner, _, _ in owned]
         self._slots = [(d, key) for _, d, key in owned]
         self._slot_values = [d[key] for d, key in self._slots]
-        held = (v for v in self._slot_values if isinstance(v, torch.Tensor))
+        held = (v for v in self._slot_values if issubclass(type(v), torch.Tensor))
         slots = list(zip(self._slots, self._slot_values, strict=True))
         filled = Counter(id(d) for d, _ in self._slots)
         wholes = {id(d): d for d, _ in self._slots if filled[id(d)] == len(d)}

@@ -96,13 +96,13 @@ class _GroupNumbers:
 
 
 def _has_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or (
-        isinstance(value, (tuple, list)) and any(isinstance(v, torch.Tensor) for v in value)
+    return issubclass(type(value), torch.Tensor) or (
+        issubclass(type(value), (tuple, list)) and any(issubclass(type(v), torch.Tensor) for v in value)
     )
 
 
 def _address(value: Any) -> Any:
-    return value.data_ptr() if isinstance(value, torch.Tensor) else [_address(v) for v in value if _has_tensor(v)]
+    return value.data_ptr() if issubclass(type(value), torch.Tensor) else [_address(v) for v in value if _has_tensor(v)]
 
 
 class ParametersGuard:
@@ -189,7 +189,7 @@ class StateGuard:
             return f"the state of {name}", "was loaded or replaced"
         for kept, copy in self._copies:
             for key, value in copy.items():
-                if isinstance(value, torch.Tensor) and kept.get(key) is not value:
+                if issubclass(type(value), torch.Tensor) and kept.get(key) is not value:
                     return f"the state of {name}: {key!r}", "was replaced"
         for layout in self._layouts:
             what = change_of(layout)

@@ -48,9 +48,9 @@ def _constants_of(codes: Collection[types.CodeType]) -> Iterator[float]:
     for code in codes:
         yield from _constants_in(code.co_consts)
     files = {code.co_filename for code in codes}
-    scopes = [vars(m) for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)]
+    scopes = [vars(m) for m in list(sys.modules.values()) if issubclass(type(m), types.ModuleType)]
     for scope in (scope for scope in scopes if scope.get("__file__") in files):
-        classes = [vars(value) for value in list(scope.values()) if isinstance(value, type)]
+        classes = [vars(value) for value in list(scope.values()) if issubclass(type(value), type)]
         for function in (value for body in (scope, *classes) for value in list(body.values())):
             if type(function) is types.FunctionType and function.__code__ in codes:
                 yield from _constants_in(function.__defaults__ or ())

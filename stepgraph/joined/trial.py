@@ -18,6 +18,7 @@ from stepgraph.errors import CaptureError, StepgraphError
 from stepgraph.joined.observed import ObservedModule, ObservedStep, SeenCall
 from stepgraph.joined.search import Refusal
 from stepgraph.session.failure import capture_error
+from stepgraph.session.interrupt import interrupts_held
 
 _SPREADING = frozenset(
     (
@@ -92,7 +93,8 @@ class Trials:
         target, eager, session = module.target, seen.eager, self._step.session
         target.check_capturable(eager.ambient)
         pair = target.pair()
-        with torch.inference_mode(False), session.session.workspace.capturing(), gradients_aside(self._step.model):
+        capturing = session.session.workspace.capturing()
+        with interrupts_held(), torch.inference_mode(False), capturing, gradients_aside(self._step.model):
             runner = pair.forward(eager, session.lanes.spare())
             try:
                 if any(meta is not None for meta in eager.metas) and eager.backward_ambient is not None:

@@ -31,6 +31,7 @@ from stepgraph.callables.graphed import CallablesReport
 from stepgraph.callables.make_graphed import make_graphed_callables
 from stepgraph.config.objects import checked_settings
 from stepgraph.config.spellings import model_of
+from stepgraph.errors import InvalidArgument
 from stepgraph.frames import warn_user
 from stepgraph.guards.hooks import spelled
 from stepgraph.megatron.part_graphs import PartGraphs, graphs_in
@@ -47,6 +48,7 @@ from stepgraph.megatron.samples import (
 from stepgraph.modules.scopes import Part, ScopeRegistry
 from stepgraph.session.options import checked
 from stepgraph.tracebacks import entry_point
+from stepgraph.wording import with_article
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +83,7 @@ class TECudaGraphHelper:
         config: Any,
         seq_length: int,
         micro_batch_size: int,
-        optimizers: Sequence[torch.optim.Optimizer] = (),
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
         *,
         num_microbatches: int | None = None,
         pipeline_parallel_rank: int | None = None,
@@ -94,7 +96,7 @@ class TECudaGraphHelper:
         for name, value in (("seq_length", seq_length), ("micro_batch_size", micro_batch_size)):
             checked(name, value, int)
         self.model = [model] if isinstance(model, torch.nn.Module) else list(model)
-        self.config, self.optimizers = config, tuple(optimizers)
+        self.config, self.optimizers = config, _read_optimizers(optimizers)
         self._settings = checked_settings(config)
         self._sizes = Sizes(seq_length, micro_batch_size, self._hidden_size())
         self._order_of_rank = functools.partial(
@@ -276,3 +278,17 @@ class TECudaGraphHelper:
         for graphs in [*graphs_in(self.model), *self._graphs]:
             graphs.remove()
         self._graphs = []
+
+
+def _read_optimizers(given: Any) -> tuple[Any, ...]:
+    """One optimizer, or several, whatever wraps them: gradients are cleared by their `zero_grad()`."""
+    found = (given,) if hasattr(given, "zero_grad") else tuple(given) if isinstance(given, Iterable) else (given,)
+    for optimizer in found:
+        if not hasattr(optimizer, "zero_grad"):
+            raise InvalidArgument(
+                f"optimizers: {with_article(type(optimizer))} is no optimizer",
+                rule="option",
+                why="after the capture their gradients are cleared, by zero_grad().",
+                fix="pass a list of optimizers, or leave it out if you clear the gradients yourself.",
+            )
+    return found

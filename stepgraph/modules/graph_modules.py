@@ -18,6 +18,7 @@ from stepgraph.modules.scopes import Part, ScopeRegistry, read_scope
 from stepgraph.modules.session import ModuleSession
 from stepgraph.modules.static_buffers import CudagraphBufferMetadata, static_buffers
 from stepgraph.pair.module_method import called_method, put_in_place
+from stepgraph.session.interrupt import interrupts_held
 from stepgraph.session.options import Audit, Hook, Outputs, PairOnError, expect, reads_options, renamed
 from stepgraph.session.report import outline
 from stepgraph.session.session import Session
@@ -120,11 +121,13 @@ class GraphedModules:
 
     def __init__(self, shared: ModuleSession, parts: Sequence[Part], options: ModuleOptions) -> None:
         self._shared = shared
-        self._restore = contextlib.ExitStack()
-        for part in parts:
-            method = called_method(part.module, part.method)
-            manager = ModuleGraphs(options, part.module, method, session=shared, name=part.path)
-            self._restore.callback(put_in_place(part.module, method, manager))
+        with interrupts_held() as raise_held, contextlib.ExitStack() as restore:  # all parts, or none
+            for part in parts:
+                method = called_method(part.module, part.method)
+                manager = ModuleGraphs(options, part.module, method, session=shared, name=part.path)
+                restore.callback(put_in_place(part.module, method, manager))
+            raise_held()
+            self._restore = restore.pop_all()
 
     def __repr__(self) -> str:
         managers = self._shared.managers

@@ -21,10 +21,12 @@ from stepgraph.oplog import Difference, first_difference
 from stepgraph.order import Kind
 from stepgraph.pair.audit import differs
 from stepgraph.pair.call import EagerCall
+from stepgraph.pair.guard import SiteGuard
 from stepgraph.pair.lanes import Tenant
 from stepgraph.pair.proof import AuditTurns
 from stepgraph.pair.runner import Runner
 from stepgraph.pair.shared import PairSession, live_sessions
+from stepgraph.session.interrupt import interrupts_held
 from stepgraph.session.limits import weigh_changes
 from stepgraph.session.messages import warn_misspelt, warn_operations_changed, warn_other_answer
 from stepgraph.session.session import Session
@@ -69,10 +71,11 @@ class ModuleSession(PairSession):
         """Begin a round of replays. If an audit is due, compare all kinds of calls first."""
         self.lanes.calls.begun = 0
         if self.begins_audit():
-            for site in self._sites:
-                if site.runners:
-                    self.holds(site, audited=True)
-            self.turns.end()
+            with interrupts_held():  # it is compared whole, or not at all
+                for site in self._sites:
+                    if site.runners:
+                        self.holds(site, audited=True)
+                self.turns.end()
 
     def holds(self, site: ModuleSite, *, audited: bool = False) -> bool:
         """True if no value that the graphs have baked in has changed. `audited`: also record again and compare."""
@@ -86,6 +89,10 @@ class ModuleSession(PairSession):
             return True  # no call of this kind comes before they are as they were
         if not audited and guard.holds():
             return True
+        with interrupts_held():  # until what was found has its effect, too
+            return self._is_as_recorded(site, guard, audited=audited)
+
+    def _is_as_recorded(self, site: ModuleSite, guard: SiteGuard, *, audited: bool) -> bool:
         target = site.manager.target
         found = target.look(guard, functools.partial(self._differs, site, audited), audited=audited)
         if found is None:
@@ -208,6 +215,10 @@ class ModuleSession(PairSession):
         """Capture these forwards and backwards in their order. `fixed`: the order may be used to share memory."""
         if not self._is_as_noted({id(m): m for m in (event.call.site.manager for event in events)}.values()):
             return  # the next round is captured
+        with interrupts_held():
+            self._create(events, fixed=fixed)
+
+    def _create(self, events: Sequence[Event], *, fixed: bool) -> None:
         begun = time.perf_counter()
         in_order = [event for event in events if fixed and self._is_fixed(event.call)]
         if any(event.kind is not Kind.FORWARD for event in in_order):
@@ -223,8 +234,12 @@ class ModuleSession(PairSession):
 
     def _capture(self, events: Sequence[Event], plan: MemoryPlan) -> dict[Hashable, Runner]:
         captured = RoundCapture(events, plan, self.session.backend.device)
-        with self.session.workspace.capturing():
-            captured.run()
+        try:
+            with self.session.workspace.capturing():
+                captured.run()
+        except (KeyboardInterrupt, SystemExit):  # a second Ctrl-C does not wait: a half-captured round is of no use
+            self.drop_graphs()
+            raise
         self.session.backend.synchronize()
         if captured.runners:
             self.turns.restart()
@@ -236,6 +251,10 @@ class ModuleSession(PairSession):
 
     def capture_one(self, site: ModuleSite, call: EagerCall) -> Runner | None:
         """Capture one more runner, with its own memory, for a kind of call that has runners."""
+        with interrupts_held():
+            return self._capture_one(site, call)
+
+    def _capture_one(self, site: ModuleSite, call: EagerCall) -> Runner | None:
         begun = time.perf_counter()
         try:
             with self.session.workspace.capturing():

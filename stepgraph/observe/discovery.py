@@ -54,10 +54,10 @@ def discovering(
     objects = touched.objects
     if objects is None:
         objects = found.objects if found is not None and found.function is function else reachable(function)
-        touched.objects = [v for v in objects if isinstance(v, torch.nn.Module) or is_compiled(v)]
+        touched.objects = [v for v in objects if issubclass(type(v), torch.nn.Module) or is_compiled(v)]
     for value in objects:
         touched.add_reachable(value)
-    modules = [value for value in objects if isinstance(value, torch.nn.Module)]
+    modules = [value for value in objects if issubclass(type(value), torch.nn.Module)]
     compiled = [compiler for value in objects for compiler in compilers(value)]
     asking: list[Any] = []
     if compiled:
@@ -170,4 +170,4 @@ def scalers_of(function: Callable[..., Any]) -> list[torch.amp.GradScaler]:
 
 def scalers_among(objects: Iterable[Any]) -> list[torch.amp.GradScaler]:
     """The enabled GradScalers among these objects."""
-    return [value for value in objects if isinstance(value, torch.amp.GradScaler) and value.is_enabled()]
+    return [value for value in objects if issubclass(type(value), torch.amp.GradScaler) and value.is_enabled()]

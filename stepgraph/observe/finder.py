@@ -158,15 +158,15 @@ def is_compiled(value: Any) -> bool:
 
 def compilers(value: Any) -> Iterator[Any]:
     """torch.compile's object for each compiled callable that a value is or has, found by the marks that it leaves."""
-    if isinstance(value, torch.nn.Module):
+    if issubclass(type(value), torch.nn.Module):
         optimized = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
         for module in value.modules():
-            if isinstance(module, optimized):
+            if issubclass(type(module), optimized):
                 yield vars(module).get("dynamo_ctx")
         yield from own_compilers(value)
-    elif isinstance(value, types.MethodType):
+    elif issubclass(type(value), types.MethodType):
         yield from compilers(value.__func__)
-    elif isinstance(value, types.FunctionType):
+    elif issubclass(type(value), types.FunctionType):
         marks = vars(value)
         if "_torchdynamo_orig_callable" in marks and not marks.get("_torchdynamo_disable"):
             yield _closed_over(value, "self")
@@ -181,7 +181,7 @@ def own_compilers(model: torch.nn.Module) -> Iterator[Any]:
 
 def _closed_over(function: Any, name: str) -> Any:
     """The value of a name in a function's closure, or None."""
-    if not isinstance(function, types.FunctionType) or name not in function.__code__.co_freevars:
+    if not issubclass(type(function), types.FunctionType) or name not in function.__code__.co_freevars:
         return None
     return (function.__closure__ or ())[function.__code__.co_freevars.index(name)].cell_contents
 
@@ -196,9 +196,9 @@ def devices(values: Iterable[Any]) -> Iterator[torch.device]:
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     for value in values:
-        if isinstance(value, torch.Tensor):
+        if issubclass(type(value), torch.Tensor):
             yield value
-        elif isinstance(value, torch.nn.Module):
+        elif issubclass(type(value), torch.nn.Module):
             yield from value.parameters()
-        elif isinstance(value, torch.optim.Optimizer):
+        elif issubclass(type(value), torch.optim.Optimizer):
             yield from (p for group in value.param_groups for p in group["params"])

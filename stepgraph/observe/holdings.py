@@ -133,11 +133,11 @@ def _item(name: str, key: Any) -> str:
 
 def kept_as_it_is(container: Any) -> Kept:
     """A dict, a list, a deque, a set or a variable, as it is now."""
-    if isinstance(container, Place):
+    if type(container) is Place:
         return _Variable(container)
     if type(container) is dict:
         return _Attributes(container)
-    return _Dict(container) if isinstance(container, dict) else _Items(container, list(items_of(container)))
+    return _Dict(container) if issubclass(type(container), dict) else _Items(container, list(items_of(container)))
 
 
 def _is_ours(value: Any) -> bool:

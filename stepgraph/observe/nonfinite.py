@@ -103,7 +103,7 @@ class FlagCollector:
         return [part.bad for part in self._parts]
 
     def _is_left_out(self, leaf: Any) -> bool:
-        return self._left_out is not None and isinstance(leaf, torch.Tensor) and self._left_out(leaf.shape)
+        return self._left_out is not None and issubclass(type(leaf), torch.Tensor) and self._left_out(leaf.shape)
 
     def _see_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         if self._gradients:
@@ -120,7 +120,7 @@ class FlagCollector:
 
 
 def _has_gradient(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.requires_grad and leaf.grad is not None
+    return issubclass(type(leaf), torch.Tensor) and leaf.is_leaf and leaf.requires_grad and leaf.grad is not None
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -158,7 +158,7 @@ def _flags(named: Iterable[tuple[str, Any]]) -> list[Flags]:
 
 
 def _can_be_bad(value: Any) -> bool:
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.numel() == 0:
+    if not issubclass(type(value), torch.Tensor) or value.layout is not torch.strided or value.numel() == 0:
         return False
     return value.is_complex() or (value.is_floating_point() and value.dtype is not torch.float4_e2m1fn_x2)
 

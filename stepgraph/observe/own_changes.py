@@ -43,7 +43,7 @@ class ModelState:
             for where in (module._parameters, module._buffers, module._modules)
             if isinstance(where, dict)  # those of TorchScript's modules are not, and cannot be changed by Python
         )
-        held = (t for _, _, kept in self._slots.kept for t in kept.values() if isinstance(t, torch.Tensor))
+        held = (t for _, _, kept in self._slots.kept for t in kept.values() if issubclass(type(t), torch.Tensor))
         tensors = {id(t): t for t in (*parameters, *held)}
         self._data = [(layout, layout[0].detach()) for layout in layouts_of(tensors.values())]
         self._flags = [(p, p.requires_grad) for p in parameters]

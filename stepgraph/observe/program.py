@@ -222,9 +222,9 @@ def program_of(
     """Find the state of a step: what it can name, and what the arguments of a call hold."""
     found, variables = named_with_variables(step)
     leaves = flatten(tuple(batch))[0]
-    objects = [value for value in leaves if isinstance(value, (torch.nn.Module, Optimizer, *STATEFUL))]
+    objects = [value for value in leaves if issubclass(type(value), (torch.nn.Module, Optimizer, *STATEFUL))]
     found += [pair for value in objects for pair in named_reachable(functools.partial(_nothing, value))]
-    given = [value for value in leaves if isinstance(value, torch.Generator)]
+    given = [value for value in leaves if issubclass(type(value), torch.Generator)]
     found += [("generator", generator) for generator in (*generators, *given)]
     kinds: dict[type, dict[str, Any]] = {torch.nn.Module: {}, Optimizer: {}, torch.Tensor: {}, torch.Generator: {}}
     others: dict[str, Any] = {}
@@ -232,9 +232,9 @@ def program_of(
     seen: set[int] = set()
     for label, value in found:
         key = _address(value)
-        place = next((place for kind, place in kinds.items() if isinstance(value, kind)), None)
+        place = next((place for kind, place in kinds.items() if issubclass(type(value), kind)), None)
         if place is None:
-            place = others if isinstance(value, STATEFUL) else holders
+            place = others if issubclass(type(value), STATEFUL) else holders
         if key not in seen and not _is_default(value):
             seen.add(key)
             place[numbered(label, place)] = value
@@ -245,18 +245,18 @@ def program_of(
     for label, tensor in held.tensors:
         if id(tensor) not in seen:
             tensors[numbered(label, tensors)] = tensor
-    arguments = tuple(value for value in leaves if isinstance(value, torch.Tensor))
+    arguments = tuple(value for value in leaves if issubclass(type(value), torch.Tensor))
     return Program(modules, optimizers, tensors, made, others, holders, tuple(variables), arguments)
 
 
 def _address(value: Any) -> int:
     """What tells an object from others; a generator has several Python objects."""
-    return int(getattr(value, "_cdata", 0)) if isinstance(value, torch.Generator) else id(value)
+    return int(getattr(value, "_cdata", 0)) if issubclass(type(value), torch.Generator) else id(value)
 
 
 def _is_default(value: Any) -> bool:
     """Check for torch's own generators, which every program has."""
-    if not isinstance(value, torch.Generator):
+    if not issubclass(type(value), torch.Generator):
         return False
     known = [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
     return any(_address(value) == _address(one) for one in known)

@@ -108,14 +108,14 @@ class StepObjects:
 
     def add_reachable(self, value: Any) -> None:
         """Parameters that the step can name, even if it only zeroes their gradients."""
-        if isinstance(value, torch.nn.Module):
+        if issubclass(type(value), torch.nn.Module):
             self._add_parts(value, self._named, frozen=False)
-        elif isinstance(value, Optimizer):
+        elif issubclass(type(value), Optimizer):
             self._named_optimizers.setdefault(id(value), value)
             for group in value.param_groups:
                 for parameter in group["params"]:
                     self.add_parameter(parameter)
-        elif isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad:
+        elif issubclass(type(value), torch.Tensor) and value.is_leaf and value.requires_grad:
             self.add_parameter(value)
 
     def add_accumulators(self, roots: Any, inputs: Container[int]) -> None:

@@ -37,7 +37,7 @@ class ContainersBefore:
         self._selects = selects
         self._kept: list[tuple[Callable[[], list[Any]], list[Any], Kept]] = []
         for one in (*found.containers, parametrize._cache):
-            kept = CacheBefore(one) if isinstance(one, functools._lru_cache_wrapper) else kept_as_it_is(one)
+            kept = CacheBefore(one) if type(one) is functools._lru_cache_wrapper else kept_as_it_is(one)
             self._note(functools.partial(_values_in, one), kept)
         for place in found.variables:
             self._note(functools.partial(_value_at, place), kept_as_it_is(place))
@@ -75,15 +75,15 @@ class CacheBefore(Kept):
 
 
 def _values_in(container: Any) -> list[Any]:
-    if isinstance(container, functools._lru_cache_wrapper):
+    if type(container) is functools._lru_cache_wrapper:
         return results_of(container)
-    if isinstance(container, dict):
+    if issubclass(type(container), dict):
         return list(dict.values(container))
     return list(items_of(container))
 
 
 def _value_at(place: Place) -> list[Any]:
-    is_item = isinstance(place.where, dict)
+    is_item = issubclass(type(place.where), dict)
     return [place.where.get(place.key) if is_item else attribute_of(place.where, "cell_contents")]
 
 

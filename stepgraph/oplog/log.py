@@ -49,7 +49,7 @@ from stepgraph.errors import Location
 from stepgraph.frames import is_user
 from stepgraph.ran import Unnoted
 from stepgraph.signature import is_plain
-from stepgraph.storage import shape_of, storage_of
+from stepgraph.storage import inner_tensors, shape_of, storage_of
 from stepgraph.tree import flatten
 
 _V = TypeVar("_V")
@@ -355,8 +355,10 @@ class OpLog(dispatch.TorchDispatchMode):
         self._notes = array("I")
         self._given = _Found() if finds_arguments else Roles()
         for index, leaf in enumerate(arguments):
-            if isinstance(leaf, torch.Tensor):
+            if issubclass(type(leaf), torch.Tensor):
                 self._given.add(index, leaf)
+                for part, inner in enumerate(inner_tensors(leaf)):
+                    self._given.add((index, part), inner)
         self._shared = self._given.shared()
         self._births = _Births()
         self._lines: dict[int, int] = {}
@@ -417,7 +419,7 @@ class OpLog(dispatch.TorchDispatchMode):
         No argument is kept alive: compiled code empties the list it is given, and frees what it has used.
         """
         line, _ = self._line()
-        self._note(self._vocabulary.number(name), leaves, {}, line, set())
+        self._note(self._vocabulary.number(name), [*_taken_apart(leaves)], {}, line, set())
         given = [weakref.ref(storage) for storage in map(storage_of, _tensors(leaves)) if storage is not None]
         self._hidden += 1
         try:
@@ -449,7 +451,7 @@ class OpLog(dispatch.TorchDispatchMode):
         self.note_event("the result", *about, structure, *map(self._as_result, leaves))
 
     def _as_result(self, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) or type(leaf) in BY_VALUE:
+        if issubclass(type(leaf), torch.Tensor) or type(leaf) in BY_VALUE:
             return leaf
         return f"{type(leaf).__name__} {leaf!r}" if is_plain(leaf) else self._vocabulary.identities.of(leaf)
 
@@ -528,11 +530,11 @@ class OpLog(dispatch.TorchDispatchMode):
     def _take(self, values: Iterable[Any], plain: list[Hashable], tensors: list[Hashable], known: set[int]) -> bool:
         on_device = False
         for value in values:
-            if isinstance(value, torch.Tensor):
+            if issubclass(type(value), torch.Tensor):
                 plain.append(TENSOR)
                 tensors.append(self._tensor(value, known))
                 on_device = on_device or self._device is None or value.device.type == self._device
-            elif isinstance(value, (list, tuple)):
+            elif issubclass(type(value), (list, tuple)):
                 plain.append(len(value))
                 on_device = self._take(value, plain, tensors, known) or on_device
             else:
@@ -752,11 +754,18 @@ def _lifted(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _tensors(out: Any) -> Iterator[torch.Tensor]:
-    if isinstance(out, torch.Tensor):
+    if issubclass(type(out), torch.Tensor):
         yield out
-    elif isinstance(out, (list, tuple)):
+    elif issubclass(type(out), (list, tuple)):
         for item in out:
             yield from _tensors(item)
+
+
+def _taken_apart(leaves: Iterable[Any]) -> Iterator[Any]:
+    """These values, with the class and the tensors of a wrapper in its place: it has no memory to be named by."""
+    for leaf in leaves:
+        inner = tuple(inner_tensors(leaf)) if issubclass(type(leaf), torch.Tensor) else ()
+        yield from (type(leaf).__qualname__, *inner) if inner else (leaf,)
 
 
 def _value(tensor: torch.Tensor) -> Any:
@@ -772,9 +781,9 @@ def _plain(value: Any) -> Hashable:
     kind = type(value)
     if kind in BY_VALUE:
         return (kind, value)
-    if isinstance(value, (int, float, complex, str, bytes)):
+    if issubclass(type(value), (int, float, complex, str, bytes)):
         return (kind, repr(value))
-    if isinstance(value, torch.Generator):
+    if issubclass(type(value), torch.Generator):
         return ("Generator", int(getattr(value, "_cdata", 0)))  # each operator sees a new Python object
     if callable(value) and hasattr(value, "__qualname__"):
         return ("function", value.__qualname__)

@@ -106,7 +106,7 @@ class WriteLog(OpLog):
 
     def note_call(self, name: Hashable, leaves: Sequence[Any], call: Callable[[], Any] = lambda: None) -> Any:
         """Also report that it may write to all its arguments."""
-        self._report((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), is_certain=False)
+        self._report((leaf for leaf in leaves if issubclass(type(leaf), torch.Tensor)), is_certain=False)
         return super().note_call(name, leaves, call)
 
     def _report(self, tensors: Iterable[torch.Tensor], *, is_certain: bool) -> None:
@@ -125,8 +125,8 @@ class WriteLog(OpLog):
 
     def _bear(self, known: set[int], out: Any, scope: str) -> None:
         super()._bear(known, out, scope)
-        for tensor in out if isinstance(out, (list, tuple)) else (out,):
-            storage = storage_of(tensor) if isinstance(tensor, torch.Tensor) else None
+        for tensor in out if issubclass(type(out), (list, tuple)) else (out,):
+            storage = storage_of(tensor) if issubclass(type(tensor), torch.Tensor) else None
             if storage is not None and self.has_made(tensor):
                 self._writes.makes(storage)
 

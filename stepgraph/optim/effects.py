@@ -69,7 +69,7 @@ class _Unknown:
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in (*args, *(kwargs or {}).values()):
-            if isinstance(value, cls):
+            if issubclass(type(value), cls):
                 value._refuse()
         raise result_used("an optimizer")
 

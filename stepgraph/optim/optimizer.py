@@ -105,7 +105,7 @@ class KeptState:
         self._before = [
             (
                 optimizer,
-                {p: (inner, dict(inner)) for p, inner in dict.items(optimizer.state) if isinstance(inner, dict)},
+                {p: (inner, dict(inner)) for p, inner in dict.items(optimizer.state) if issubclass(type(inner), dict)},
             )
             for optimizer in optimizers
         ]
@@ -114,7 +114,7 @@ class KeptState:
         """Restore it. Return the optimizers that have lost state meanwhile, and whether any has other state."""
         lost, is_other = [], False
         for optimizer, before in self._before:
-            now = {p: dict(inner) for p, inner in dict.items(optimizer.state) if isinstance(inner, dict)}
+            now = {p: dict(inner) for p, inner in dict.items(optimizer.state) if issubclass(type(inner), dict)}
             for parameter, (inner, earlier) in before.items():
                 entries, is_same = now.get(parameter, {}), dict.get(optimizer.state, parameter) is inner
                 if not is_same or earlier.keys() - entries.keys():
@@ -139,8 +139,8 @@ class HostCounters:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], backend: Backend) -> None:
-        tensors = [v for o in optimizers for state in o.state.values() for v in state.values()]
-        self._tensors = [t for t in tensors if isinstance(t, torch.Tensor) and not backend.owns(t)]
+        tensors = [v for o in optimizers for state in states_of(o) for v in state.values()]
+        self._tensors = [t for t in tensors if issubclass(type(t), torch.Tensor) and not backend.owns(t)]
         self._before = [t.clone() for t in self._tensors]
         self._counting: list[torch.Tensor] = []
         self._steps: list[torch.Tensor] = []
@@ -228,6 +228,11 @@ def letting_step() -> Iterator[Callable[[Optimizer], None]]:
                 vars(optimizer).pop(check, None)
 
 
+def states_of(optimizer: Optimizer) -> list[dict[Any, Any]]:
+    """The state of each parameter. Programs may keep other things beside it, under keys of their own."""
+    return [state for state in dict.values(optimizer.state) if issubclass(type(state), dict)]
+
+
 def make_capturable(optimizer: Optimizer, device: torch.device) -> bool:
     """Move step counts and learning rate of an optimizer to the device; False if it has no capturable form."""
     if not all("capturable" in group for group in optimizer.param_groups):
@@ -236,7 +241,7 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> bool:
         group["capturable"] = True
         if not isinstance(group["lr"], torch.Tensor):
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=device)
-    for state in optimizer.state.values():
+    for state in states_of(optimizer):
         if isinstance(state.get("step"), torch.Tensor):
             state["step"] = state["step"].to(device=device, dtype=torch.float32)
     return True

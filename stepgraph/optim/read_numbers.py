@@ -58,12 +58,12 @@ class ReadNumbers:
         seen = {id(optimizer.param_groups) for optimizer in running}
         with contextlib.ExitStack() as stack:
             for value in objects:
-                if isinstance(value, Optimizer) and id(value.param_groups) not in seen:
+                if issubclass(type(value), Optimizer) and id(value.param_groups) not in seen:
                     seen.add(id(value.param_groups))
                     groups = [_NotingGroup(value, i, self.found) for i in range(len(value.param_groups))]
                     stack.enter_context(_exchanged(value.param_groups, groups))
                     stack.enter_context(shadowed(value, "state", _NotingState(value, self.states, cut)))
-                elif isinstance(value, LRScheduler):
+                elif issubclass(type(value), LRScheduler):
                     stack.enter_context(shadowed(value, "get_last_lr", functools.partial(self._last_lr, value)))
             yield
 

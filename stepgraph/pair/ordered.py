@@ -27,6 +27,7 @@ from stepgraph.pair.record import PairCapture
 from stepgraph.pair.runner import BackwardGraph, Grads, Runner, WeightGraph
 from stepgraph.pair.split_backward import WeightPart, input_gradients
 from stepgraph.pair.uses import is_reentrant
+from stepgraph.session.interrupt import interrupts_held
 
 NO_AUTOCAST = (False, False)
 """A backward runs without autocast, even if autocast is on around the capture."""
@@ -187,8 +188,9 @@ def _record_again(pair: PairCapture, runner: Runner, part: InputPart, autocast: 
     """Record a W part for the memory that gradients have now, and free the one before."""
     before = part.backward.weights
     options = {"knows_origin": True, "keeps_saved": True, "may_repeat": True}
-    with torch.inference_mode(False), pair.session.workspace.capturing():
-        made = record_weight_part(pair, runner, part, autocast, **options)
-    if before is not None:
-        pair.session.release(before.recorded.graph)
+    with interrupts_held():
+        with torch.inference_mode(False), pair.session.workspace.capturing():
+            made = record_weight_part(pair, runner, part, autocast, **options)
+        if before is not None:
+            pair.session.release(before.recorded.graph)
     return made

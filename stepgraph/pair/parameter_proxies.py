@@ -39,7 +39,7 @@ class ParameterProxies:
             self._places.append((where, name, tensor, self._stand_in(tensor)))
         for items in (items for owner in module.modules() for items in vars(owner).values() if type(items) is list):
             for index, item in enumerate(items):
-                if isinstance(item, torch.Tensor) and self.has(item):
+                if issubclass(type(item), torch.Tensor) and self.has(item):
                     self._listed.append((items, index, item, self.of(item)))
                 elif type(item) is weakref.ref and isinstance(held := item(), torch.Tensor) and self.has(held):
                     self._listed.append((items, index, item, weakref.ref(self.of(held))))

@@ -51,6 +51,7 @@ from stepgraph.pair.shared import PairSession
 from stepgraph.pair.uses import NotedUses, count_uses, is_reentrant
 from stepgraph.rng.tracker import state_of_another_graph, tracker_for
 from stepgraph.session.failure import refuse_changed_container
+from stepgraph.session.interrupt import interrupts_held
 from stepgraph.signature import refuse_tensor_classes
 from stepgraph.signature.ambient import as_called, autocast_now, under_autocast, without_saved_tensor_hooks
 from stepgraph.signature.attributes import changed_attributes, put_on
@@ -340,7 +341,7 @@ class PairCapture:
 
     def _backward_now(self, runner: Runner, metas: Sequence[ArgMetadata | None]) -> BackwardGraph:
         """Record a backward in the middle of a running one."""
-        with self.session.workspace.capturing():
+        with interrupts_held(), self.session.workspace.capturing():
             return self.backward(runner, metas, {}, autocast_now())
 
     def backward(

@@ -170,7 +170,7 @@ class PairTarget:
         modules, pair = self.named_modules(), self.pair()
         names = {id(p): f"{self.name}.{path}" for path, p in self.module.named_parameters()}
         names |= {id(module): name for name, module in modules.items()}
-        passed = [m for leaf in kind.keep_alive if isinstance(leaf, torch.nn.Module) for m in leaf.modules()]
+        passed = [m for leaf in kind.keep_alive if issubclass(type(leaf), torch.nn.Module) for m in leaf.modules()]
         own = self.module.parameters() if self._is_whole else pair.known_parameters()
         model = ModelGuard(
             [*self._modules, *passed],

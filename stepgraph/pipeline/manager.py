@@ -36,6 +36,7 @@ from stepgraph.pair.runner import Runner, WeightGraph
 from stepgraph.pair.target import PairTarget
 from stepgraph.rng.tracker import tracker_for
 from stepgraph.session.backend_choice import refuse_elsewhere
+from stepgraph.session.interrupt import interrupts_held
 from stepgraph.signature import Signature, ambient_key, find_differences, leaf_keys, refuse_arguments
 from stepgraph.tree import CallFlattener, Structure, unflatten
 
@@ -235,7 +236,8 @@ class StageManager:
         if all(call.recorded.training == modes for call in self.calls.values()):
             return True
         if modes not in self._same_in:
-            self._same_in[modes] = self._guard.repeats(functools.partial(self._differs, modes))
+            with interrupts_held():
+                self._same_in[modes] = self._guard.repeats(functools.partial(self._differs, modes))
         return self._same_in[modes]
 
     def _differs(self, modes: tuple[bool, ...] | None = None) -> Difference | None:

@@ -34,6 +34,7 @@ from stepgraph.pipeline.capture import CaptureFailed, StageCapture
 from stepgraph.pipeline.manager import CurrentStep, Mode, StageManager
 from stepgraph.pipeline.report import StageReport, StageRow
 from stepgraph.pipeline.torch_stage import check, chunks_of, has_forward_context, own_methods
+from stepgraph.session.interrupt import interrupts_held
 from stepgraph.session.limits import weigh_changes
 from stepgraph.session.messages import refuse_second_thread, warn_misspelt, warn_operations_changed
 from stepgraph.session.options import Audit, Hook, PairOnError, PairOptions, reads_options
@@ -152,9 +153,9 @@ class GraphedStages:
     def _step(self) -> Iterator[None]:
         """Run one step of the schedule, in the mode that is due."""
         step = self.step
-        step.mode, reason = self._decide()
-        step.cursor.begin()
         try:
+            step.mode, reason = self._decide()
+            step.cursor.begin()
             yield
             if step.mode is Mode.REPLAY:
                 step.cursor.take(_END)
@@ -180,7 +181,8 @@ class GraphedStages:
         if self._obstacle is not None:
             return Mode.EAGER, self._obstacle
         if self.captured is not None:
-            self._look()
+            with interrupts_held():  # until what was found has its effect, too
+                self._look()
         elif rebuilt := next((why for m in self.managers if (why := m.target.rebuilt()) is not None), None):
             self._drop_graphs()
             return Mode.RECORD, f"changed: {rebuilt}"
@@ -250,6 +252,10 @@ class GraphedStages:
     # -- capturing
 
     def _capture(self) -> None:
+        with interrupts_held():
+            self._capture_all()
+
+    def _capture_all(self) -> None:
         begun = time.perf_counter()
         self.captured = None
         for manager in self.managers:
@@ -261,6 +267,9 @@ class GraphedStages:
         except NotWarm:
             self._forget_graphs()
             return
+        except (KeyboardInterrupt, SystemExit):  # a second Ctrl-C does not wait
+            self._forget_graphs()
+            raise
         except CaptureFailed as failed:
             self._forget_graphs()
             try:

@@ -34,16 +34,16 @@ def same_form(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 def same_bits(one: Any, two: Any) -> bool:
     """Compare tensors, and containers of tensors and plain values, bit for bit."""
-    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+    if issubclass(type(one), torch.Tensor) and issubclass(type(two), torch.Tensor):
         return same_form(one, two) and torch.equal(as_bits(one), as_bits(two))
     if type(one) is not type(two):
         return False
-    if isinstance(one, Mapping):
+    if issubclass(type(one), Mapping):
         return one.keys() == two.keys() and all(same_bits(value, two[key]) for key, value in one.items())
-    if isinstance(one, list | tuple):
+    if issubclass(type(one), list | tuple):
         return len(one) == len(two) and all(map(same_bits, one, two))
-    if isinstance(one, float):
-        return one.hex() == float(two).hex()
+    if issubclass(type(one), float):
+        return bool(one.hex() == float(two).hex())
     return bool(one == two)
 
 
@@ -109,7 +109,7 @@ class Gap:
 
 def measure(one: Any, two: Any, rtol: float = 0.0, atol: float = 0.0) -> Gap:
     """Return how far two different values are apart; `one` is the reference."""
-    if not (isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor)):
+    if not (issubclass(type(one), torch.Tensor) and issubclass(type(two), torch.Tensor)):
         return _measure_others(one, two, rtol, atol)
     if one.shape != two.shape or one.dtype != two.dtype:
         return Gap(0, one.numel(), note=f"{_form(one)} against {_form(two)}")

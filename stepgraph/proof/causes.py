@@ -341,7 +341,7 @@ class HeldOutputs:
 
     def __init__(self, result: Any) -> None:
         outputs = call_values((), result)
-        self._outputs = {key: v.detach() if isinstance(v, torch.Tensor) else v for key, v in outputs.items()}
+        self._outputs = {key: v.detach() if issubclass(type(v), torch.Tensor) else v for key, v in outputs.items()}
         self._kept = Keeper().keep(self._outputs)
 
     def overwritten(self) -> list[str]:

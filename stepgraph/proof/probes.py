@@ -58,7 +58,7 @@ class ModuleProbes:
         name = self._names[id(module)]
         self._calls[name] += 1
         call = f", call {self._calls[name]}" if self._calls[name] > 1 else ""
-        tensors = [leaf for leaf in flatten(result)[0] if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in flatten(result)[0] if issubclass(type(leaf), torch.Tensor)]
         for index, tensor in enumerate(tensors):
             which = f" {index}" if len(tensors) > 1 else ""
             self._taken[f"{name}{call}: result{which}"] = tensor.detach().clone()

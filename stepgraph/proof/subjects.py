@@ -130,9 +130,9 @@ def _plainly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_graphed(value: Any) -> bool:
-    if isinstance(value, torch.nn.Module):
-        return any(isinstance(own, _GRAPHED) for module in value.modules() for own in vars(module).values())
-    return isinstance(value, (CapturedStep, GraphedCallable, GraphedModules, GraphedStages))
+    if issubclass(type(value), torch.nn.Module):
+        return any(issubclass(type(own), _GRAPHED) for module in value.modules() for own in vars(module).values())
+    return issubclass(type(value), (CapturedStep, GraphedCallable, GraphedModules, GraphedStages))
 
 
 def _part_of_a_schedule(step: Any) -> InvalidArgument:
@@ -193,7 +193,7 @@ class _TrainingStep:
         if self._optimizer is not None:
             self._optimizer.zero_grad()
         for _ in range(2):
-            leaves = [leaf for leaf in flatten(self._call(*args, **kwargs))[0] if isinstance(leaf, torch.Tensor)]
+            leaves = [leaf for leaf in flatten(self._call(*args, **kwargs))[0] if issubclass(type(leaf), torch.Tensor)]
             weighed = [(leaf * torch.randn_like(leaf)).sum().float() for leaf in leaves if leaf.requires_grad]
             outputs += [leaf.detach().clone() for leaf in leaves]
             del leaves

@@ -62,7 +62,7 @@ class Keeper:
         return kept
 
     def _copy(self, value: Any, last: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
+        if not issubclass(type(value), torch.Tensor):
             return value
         if special := special_kind(value):
             return (special, shape_of(value), *(self._copy(part, None) for part in numbers_of(value)))
@@ -155,7 +155,7 @@ def call_values(given: Any, result: Any) -> dict[Key, Any]:
     found: dict[Key, Any] = {("outputs", name): v for name, v in zip(paths(structure, "result"), leaves, strict=True)}
     leaves, structure = flatten(given)
     for name, value in zip(paths(structure, "argument"), leaves, strict=True):
-        if isinstance(value, torch.Tensor):
+        if issubclass(type(value), torch.Tensor):
             found[("arguments", name)] = value
             if value.is_leaf and value.requires_grad:
                 found[("gradients", name)] = value.grad
@@ -164,7 +164,7 @@ def call_values(given: Any, result: Any) -> dict[Key, Any]:
 
 def is_compared(value: Any) -> bool:
     """Check that a value can be compared: a tensor or a plain value."""
-    return value is None or isinstance(value, (torch.Tensor, int, float, complex, str, bool))
+    return value is None or issubclass(type(value), (torch.Tensor, int, float, complex, str, bool))
 
 
 @dataclass(frozen=True, slots=True)

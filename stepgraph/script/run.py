@@ -120,6 +120,15 @@ def timed_out(script: Script, outcome: Outcome) -> ScriptError:
 
 def refuse_no_script(script: Script) -> None:
     """Raise if there is no such script, or Python cannot read it: at once, before torch is imported."""
+    try:
+        os.getcwd()
+    except OSError:
+        raise InvalidArgument(
+            "the working folder does not exist any more",
+            rule="script-missing",
+            why="Python and the libraries that it loads look for files there, so no script starts in it.",
+            fix="change to a folder that exists (cd ~), and name the script by its whole path.",
+        ) from None
     if script.is_module:
         _refuse_no_module(script.target)
         return

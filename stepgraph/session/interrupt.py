@@ -5,6 +5,9 @@ callback of a weak reference, where Python prints and drops it. A capture and th
 few steps. So the signal waits. It is raised when everything is recorded, and the recording is dropped as if the step
 had not been called. A signal that arrives later is raised after the replay, when the step is done. A second Ctrl-C does
 not wait.
+
+Modules, callables and pipeline stages hold the signal for each round of recordings: a capture, with the warm-up of
+callables, and an audit with what follows from it. What was recorded whole is kept.
 """
 
 from __future__ import annotations

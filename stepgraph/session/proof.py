@@ -199,7 +199,7 @@ class StepLogs:
         for name, tensor in ignored:
             roles.add(name, tensor)
         for index, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.grad is not None:
+            if issubclass(type(leaf), torch.Tensor) and leaf.is_leaf and leaf.grad is not None:
                 roles.add(f"the gradient of argument {index}", leaf.grad)
         log = OpLog(self._vocabulary, leaves, roles, device, objects=touched.known())
         log.effects = LeftBehind(touched, log, arguments)
@@ -299,12 +299,14 @@ def roles_of(touched: StepObjects) -> Roles:
         kind = numbered(type(optimizer).__name__, taken)
         taken.add(kind)
         for parameter, state in dict.items(optimizer.state):  # past the subclass that notes reads
-            for key, value in state.items() if isinstance(state, dict) else ():
-                if isinstance(value, torch.Tensor):
+            for key, value in state.items() if issubclass(type(state), dict) else ():
+                if issubclass(type(value), torch.Tensor):
                     roles.add(f"{kind}.state[{names.get(id(parameter), '...')}][{key!r}]", value)
     return roles
 
 
 def num_states(optimizers: Iterable[Optimizer]) -> int:
     """Count the entries in the states of optimizers."""
-    return sum(len(state) for optimizer in optimizers for state in optimizer.state.values() if isinstance(state, dict))
+    return sum(
+        len(state) for optimizer in optimizers for state in optimizer.state.values() if issubclass(type(state), dict)
+    )

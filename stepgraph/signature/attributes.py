@@ -101,7 +101,7 @@ def as_given(made: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
 def refuse_unlike_buffers(leaves: Sequence[Any], names: Sequence[str]) -> None:
     """Refuse tensors that no buffer can replace: of a special kind, with attributes not plain, or without data."""
     for leaf, name in zip(leaves, names, strict=True):
-        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.Parameter):
+        if not issubclass(type(leaf), torch.Tensor) or isinstance(leaf, torch.nn.Parameter):
             continue
         if leaf.is_meta:
             raise InvalidArgument(
@@ -134,7 +134,7 @@ def changed_attributes(arguments: Iterable[tuple[str, Any, Any]]) -> str | None:
     `arguments` are names, leaves as they are now, and their keys from before the call.
     """
     for name, leaf, key in arguments:
-        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
+        if issubclass(type(leaf), torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
             difference = attributes_in(key).difference(attributes_on(leaf))
             if difference is not None:
                 return f"attribute `{name}{difference}"

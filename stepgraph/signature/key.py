@@ -14,17 +14,18 @@ import itertools
 import sys
 import types
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from stepgraph.errors import CaptureError, InvalidArgument
+from stepgraph.plain import token
 from stepgraph.signature.ambient import AMBIENT_NAMES
 from stepgraph.signature.attributes import NONE, Attributes, attributes_in, attributes_on, refuse_unlike_buffers
 from stepgraph.signature.memory import Alignment, alignment_of
 from stepgraph.storage import address_of, is_strided, shape_of, special_kind
-from stepgraph.tree import Structure, argument_name, hidden_tensor, paths
+from stepgraph.tree import Structure, argument_name, flatten, hidden_tensor, paths
 from stepgraph.wording import with_article
 
 
@@ -118,6 +119,26 @@ def tensor_key(tensor: torch.Tensor) -> tuple[Hashable, ...]:
     return geometry if attributes is NONE else (*geometry, attributes)
 
 
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """What a wrapper subclass is taken apart into: its own operations depend on all of it."""
+
+    tensors: tuple[Hashable, ...]
+    same: tuple[int, ...]
+    """The first of the tensors that is this one."""
+    context: tuple[Hashable, ...]
+    kept: tuple[Any, ...] = field(compare=False)
+    """Objects that are told apart by identity."""
+
+    @classmethod
+    def of(cls, tensor: Any) -> Inside:
+        names, context = tensor.__tensor_flatten__()
+        inner = [getattr(tensor, name) for name in names]
+        ids, (leaves, structure) = list(map(id, inner)), flatten(context)
+        same = tuple(map(ids.index, ids))
+        return cls(tuple(map(leaf_key, inner)), same, (structure, *map(token, leaves)), tuple(leaves))
+
+
 def is_computed(key: Hashable) -> bool:
     """True if a leaf's key is that of a tensor that autograd has computed, or may have computed."""
     return isinstance(key, tuple) and len(key) > _GRAD and key[_GRAD] in ("computed", True)
@@ -127,15 +148,17 @@ def leaf_key(leaf: Any) -> Hashable:
     """Any leaf's part of the key: tensors by geometry, plain values by value, other objects by identity."""
     if type(leaf) is torch.Tensor:
         return tensor_key(leaf)
-    if isinstance(leaf, torch.Tensor):
+    if issubclass(type(leaf), torch.Tensor):
         # a parameter is not copied in: it is the thing itself, and a graph has its address baked in
         own = ("itself", id(leaf), address_of(leaf)) if isinstance(leaf, torch.nn.Parameter) else ()
-        return (*tensor_key(leaf), *own)
+        is_wrapper = hasattr(type(leaf), "__tensor_flatten__") and not leaf.is_nested
+        inside = (Inside.of(leaf),) if is_wrapper else ()
+        return (*tensor_key(leaf), *own, *inside)
     if type(leaf) is float:
         return (float, leaf.hex())
     if type(leaf) is complex:
         return (complex, f"{leaf.real.hex()} {leaf.imag.hex()}")
-    if isinstance(leaf, _BY_VALUE):
+    if issubclass(type(leaf), _BY_VALUE):
         return (type(leaf), leaf)
     if _is_numpy(leaf):
         raise InvalidArgument(
@@ -163,7 +186,7 @@ def leaf_keys(leaves: Sequence[Any], *, gradients: bool = False, on: str | None 
     if len(leaves) > 1 and len(set(map(id, leaves))) < len(leaves):
         first: dict[int, int] = {}
         for index, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and first.setdefault(id(leaf), index) != index:
+            if issubclass(type(leaf), torch.Tensor) and first.setdefault(id(leaf), index) != index:
                 own = () if attributes_in(keys[index]) is NONE else (keys[index][8],)
                 keys[index] = (*keys[index][:8], *own, first[id(leaf)])
     return _with_alignments(keys, leaves, on)
@@ -173,7 +196,7 @@ def _with_alignments(keys: list[Any], leaves: Sequence[Any], on: str | None) -> 
     if on is None:
         return tuple(keys)
     for index, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
+        if issubclass(type(leaf), torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
             alignment = alignment_of(leaf, on)
             if alignment is not None and alignment.rest:
                 keys[index] = (*keys[index], alignment)
@@ -235,9 +258,9 @@ def refuse_arguments(leaves: Sequence[Any], names: Sequence[str]) -> None:
 def refuse_opaque(leaves: Sequence[Any]) -> None:
     """Refuse objects that hide tensors: they are compared by identity, so that their tensors would be frozen."""
     for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) or is_plain(leaf) or type(leaf).__module__.partition(".")[0] == "torch":
+        if issubclass(type(leaf), torch.Tensor) or is_plain(leaf) or type(leaf).__module__.partition(".")[0] == "torch":
             continue
-        if isinstance(leaf, (torch.nn.Module, torch.optim.Optimizer)):
+        if issubclass(type(leaf), (torch.nn.Module, torch.optim.Optimizer)):
             continue
         hidden = hidden_tensor(leaf)
         if hidden is not None:
@@ -250,7 +273,7 @@ def refuse_opaque(leaves: Sequence[Any]) -> None:
 def refuse_tensor_classes(leaves: Sequence[Any], names: Sequence[str]) -> None:
     """Refuse tensors that are more than strided memory: a buffer would not be one of them."""
     for leaf, name in zip(leaves, names, strict=True):
-        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.Parameter):
+        if not issubclass(type(leaf), torch.Tensor) or isinstance(leaf, torch.nn.Parameter):
             continue
         special = special_kind(leaf) or ("symbolic zero" if leaf._is_zerotensor() else "")
         if special or type(leaf) is not torch.Tensor:
@@ -263,19 +286,19 @@ def refuse_tensor_classes(leaves: Sequence[Any], names: Sequence[str]) -> None:
 
 def is_plain(value: Any) -> bool:
     """Whether a value is compared by value, not by identity."""
-    return isinstance(value, (float, complex, *_BY_VALUE)) and not _is_numpy(value)
+    return issubclass(type(value), (float, complex, *_BY_VALUE)) and not _is_numpy(value)
 
 
 def _is_numpy(leaf: Any) -> bool:
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(leaf, (numpy.ndarray, numpy.generic))
+    return numpy is not None and issubclass(type(leaf), (numpy.ndarray, numpy.generic))
 
 
 def describe_leaf(key: Any) -> str:
     """A leaf's key in words: `f32[4, 16] cpu`, `'mean'`, `<Linear object>`."""
     if len(key) > 3:
         kind, shape, stride, dtype, device, requires_grad, conj, neg, *same = (
-            p for p in key if type(p) is not Alignment
+            p for p in key if type(p) is not Alignment and type(p) is not Inside
         )
         name = _SHORT.get(dtype, str(dtype).removeprefix("torch."))
         notes = "" if kind is torch.Tensor else f" {kind.__name__}"

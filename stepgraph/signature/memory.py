@@ -89,7 +89,7 @@ def sharing(leaves: Sequence[Any], written: Collection[int]) -> list[tuple[int, 
 
 def _lie_apart(leaves: Sequence[Any]) -> bool:
     """One fast check that each tensor has a memory of its own; False is inconclusive."""
-    found = [storage_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    found = [storage_of(leaf) for leaf in leaves if issubclass(type(leaf), torch.Tensor)]
     known = [storage._cdata for storage in found if storage is not None]
     return len(found) == len(set(known))
 

@@ -137,7 +137,7 @@ class Bucketing:
         return flags_over(
             (name, part)
             for name, part, padded in named
-            if isinstance(padded, torch.Tensor) and may_have_padded(padded.shape)
+            if issubclass(type(padded), torch.Tensor) and may_have_padded(padded.shape)
         )
 
     def others(self, leaves: Sequence[Any], structure: Structure) -> tuple[list[Example], list[Example]]:
@@ -189,12 +189,12 @@ class Bucketing:
         if self._modes is None:
             self._modes = [vars(module) for root in self._modules() for module in root.modules()]
         exact, rough = self._bound[structure].kind(leaves)
-        passed = [vars(m) for leaf in leaves if isinstance(leaf, torch.nn.Module) for m in leaf.modules()]
+        passed = [vars(m) for leaf in leaves if issubclass(type(leaf), torch.nn.Module) for m in leaf.modules()]
         modes = tuple(map(_training, self._modes + passed if passed else self._modes))
         return _Name(structure, (self._ambient.read(), modes), rough, exact)
 
     def _modules(self) -> list[torch.nn.Module]:
-        return [value for value in reachable(self._step) if isinstance(value, torch.nn.Module)]
+        return [value for value in reachable(self._step) if issubclass(type(value), torch.nn.Module)]
 
     def _sizes_of_modules(self) -> dict[int, str]:
         found: dict[int, str] = {}

@@ -189,4 +189,4 @@ class Sites:
 
 
 def _bytes_of(leaves: Sequence[Any]) -> int:
-    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if issubclass(type(leaf), torch.Tensor))

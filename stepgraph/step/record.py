@@ -178,7 +178,7 @@ class StepCapture:
     def refuse_sharded(self, site: Site) -> None:
         """Refuse a step with a model that FSDP shards: of all in reach before the first call, of all called later."""
         in_reach = self.reached.objects if self.reached is not None else ()
-        roots = [value for value in in_reach if isinstance(value, torch.nn.Module)]
+        roots = [value for value in in_reach if issubclass(type(value), torch.nn.Module)]
         refuse_sharded(self.name, [*site.touched.all_modules, *(m for root in roots for m in root.modules())])
 
     def placements(self, site: Site) -> dict[int, Placement]:
@@ -716,7 +716,7 @@ def _own_tensors(site: Site, objects: Sequence[Any]) -> Iterator[tuple[str, torc
         for name, buffer in module.named_buffers(recurse=False):
             yield f"`{path}.{name}`", buffer
     for value in objects:
-        if isinstance(value, torch.Tensor):
+        if issubclass(type(value), torch.Tensor):
             yield "a tensor that the step's own code uses", value
 
 

@@ -176,7 +176,7 @@ class Site:
     def arguments_with_grad(self, leaves: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the arguments that a call may leave with another gradient, except those from another device."""
         for name, leaf, key in self.with_keys(leaves):
-            if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.device in key:
+            if issubclass(type(leaf), torch.Tensor) and leaf.is_leaf and leaf.device in key:
                 yield name, leaf
 
     def sign_as(self, leaves: tuple[Hashable, ...]) -> Signature:

@@ -192,7 +192,7 @@ class StaticBufferLoader:
         slot = self._slots.get(key)
         # new memory, and tensors already on the device, may depend on work queued on the caller's stream
         wait = slot is None or not self._all_use_is_marked
-        wait = wait or any(isinstance(leaf, torch.Tensor) and self._backend.owns(leaf) for leaf in leaves)
+        wait = wait or any(issubclass(type(leaf), torch.Tensor) and self._backend.owns(leaf) for leaf in leaves)
         if slot is None:
             _refuse_opaque(leaves, paths(structure, place))
             refuse_unlike_buffers(leaves, paths(structure, place))
@@ -249,7 +249,7 @@ class StaticBufferLoader:
 
 
 def _unusual_strides(leaf: Any) -> str:
-    return "" if not isinstance(leaf, torch.Tensor) or leaf.is_contiguous() else f" strides {list(leaf.stride())}"
+    return "" if not issubclass(type(leaf), torch.Tensor) or leaf.is_contiguous() else f" strides {list(leaf.stride())}"
 
 
 def _checked(iterators: list[Any]) -> list[Any]:
@@ -274,7 +274,7 @@ def _checked(iterators: list[Any]) -> list[Any]:
 
 def _refuse_opaque(leaves: Sequence[Any], names: Sequence[str]) -> None:
     for name, leaf in zip(names, leaves, strict=True):
-        if not isinstance(leaf, torch.Tensor) and not is_plain(leaf):
+        if not issubclass(type(leaf), torch.Tensor) and not is_plain(leaf):
             raise InvalidArgument(
                 f"`{name}` is {with_article(type(leaf))}, whose contents stepgraph cannot read",
                 rule="opaque-argument",

@@ -83,6 +83,13 @@ def refuse_later_checkpoints(folder: Path, start: int) -> None:
     """Refuse to save to a folder with checkpoints of later steps: a resumed run would take one of those."""
     later = [path for step, path in checkpoints_in(folder) if step > start]
     if later:
+        if not (later[-1] / _MANIFEST).is_file():
+            raise CheckpointError(
+                f"{folder} has a folder {later[-1].name} without a {_MANIFEST} of ours",
+                rule="checkpoint-folder",
+                why="by its name it is a checkpoint of a later step, and a resumed run would take it for the latest.",
+                fix="move that folder away, or save to another one.",
+            )
         raise CheckpointError(
             f"{folder} has checkpoints of another run that went further: {later[-1].name}",
             rule="checkpoint-folder",

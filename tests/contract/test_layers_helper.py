@@ -846,3 +846,18 @@ def test_helper_failed_capture_leaves_the_model_as_it_was(device: torch.device) 
     assert not helper.graphs_created()
     assert not any("forward" in vars(block) for block in model.blocks)
     model(torch.randint(256, (BATCH, SEQUENCE), device=device)).out.sum().backward()
+
+
+def test_one_optimizer_is_taken_as_a_list_of_one(device: torch.device) -> None:
+    model = GPT(TINY).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    helper = stepgraph.TECudaGraphHelper([model], pipeline(1), SEQUENCE, BATCH, optimizer)
+    assert helper.optimizers == (optimizer,)
+
+
+@pytest.mark.parametrize(("given", "named"), [(None, "NoneType"), ([3], "an int"), ("adam", "a str")])
+def test_what_is_no_optimizer_is_refused(device: torch.device, given: Any, named: str) -> None:
+    model = GPT(TINY).to(device)
+    with pytest.raises(stepgraph.InvalidArgument, match=named) as raised:
+        stepgraph.TECudaGraphHelper([model], pipeline(1), SEQUENCE, BATCH, given)
+    assert raised.value.rule == "option"

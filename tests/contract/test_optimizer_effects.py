@@ -305,3 +305,34 @@ def test_late_optimizer_raises_under_strict(device: torch.device) -> None:
         for batch in program.batches:
             captured(*batch)
     assert caught.value.rule == "late-optimizer"
+
+
+def with_own_state(device: torch.device, **options: Any) -> list[torch.Tensor]:
+    """Losses, and at the end weights and what the program keeps in its optimizer's state."""
+    seed(7)
+    model = nn.Linear(4, 2).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer.state.update({"history": [torch.zeros(2, device=device)], "scale": torch.ones(1, device=device), "n": 3})
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(x) * optimizer.state["scale"]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.state["history"][0].add_(1)
+        return loss.detach()
+
+    run = stepgraph.capture(step, **options) if options else step
+    losses = [run(torch.full((3, 4), float(index), device=device)) for index in range(CALLS)]
+    if options:
+        assert run.report().replays == CALLS - 3
+    return [*losses, *model.parameters(), optimizer.state["history"][0]]
+
+
+@pytest.mark.parametrize("optimizer", ["auto", "capturable"])
+def test_state_under_a_key_of_the_program_is_no_obstacle(device: torch.device, optimizer: str) -> None:
+    """torch allows any key and any value in an optimizer's state, also what is not a dict."""
+    received = with_own_state(device, optimizer=optimizer)
+    assert received[-1].tolist() == [CALLS] * 2
+    if optimizer == "auto":  # the other one computes with other formulas
+        assert all(map(same_bits, with_own_state(device), received))

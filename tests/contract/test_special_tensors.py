@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import stepgraph
 
@@ -307,3 +308,55 @@ def test_tensor_of_a_transform_in_reach_is_right_or_refused(device: torch.device
         for _ in range(5):
             assert torch.equal(step(torch.ones(4, 3, device=device)), torch.full((4, 3), 3.0, device=device))
         assert step.report().replays
+
+
+class Scaled(torch.Tensor):
+    """A wrapper around a tensor, with a number that each operation multiplies by."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, scale: int) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner: torch.Tensor, scale: int) -> None:
+        self.inner, self.scale = inner, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], int]:
+        return ["inner"], self.scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        of = next(arg for arg in args if isinstance(arg, cls))
+        moves = func.overloadpacket in (torch.ops.aten.empty_like, torch.ops.aten.copy_, torch.ops.aten.detach)
+        given = [(arg.inner, arg.scale) if type(arg) is cls else (arg, 1) for arg in args]
+        plain = [arg if moves or scale == 1 else arg * scale for arg, scale in given]
+        if func is torch.ops.aten.copy_.default:
+            args[0].inner.copy_(plain[1])
+            return args[0]
+        made = func(*plain, **(kwargs or {}))
+        return cls(made, of.scale) if moves else made
+
+
+def test_wrapper_subclass_is_one_kind_of_call(device: torch.device) -> None:
+    """Its inner tensors are new at each call, and stand for the same arguments."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).sum()
+
+    with warnings.catch_warnings(), stepgraph.capture(step) as captured:
+        warnings.simplefilter("error")
+        for number in range(10):
+            x = TwoTensor(*(torch.full((2, 4), value, device=device) for value in (number + 1.0, -3.0 * number)))
+            expected, received = step(x), captured(x)
+            assert (received.a.item(), received.b.item()) == (expected.a.item(), expected.b.item())
+        assert (captured.report().captures, captured.report().replays) == (1, 7)
+
+
+def test_wrapper_with_another_context_is_another_kind_of_call(device: torch.device) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return (x + 1).sum()
+
+    with stepgraph.capture(step) as captured:
+        for number in range(30):
+            x = Scaled(torch.full((2, 4), float(number), device=device), 2 if number < 20 or number % 2 else 5)
+            assert captured(x).item() == step(x).item(), number
+        assert captured.report().captures == 2

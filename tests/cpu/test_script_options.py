@@ -34,7 +34,7 @@ from stepgraph.script.cuda_on_cpu import DeviceMode
 from stepgraph.script.files import FileWatch, WriteRefused
 from stepgraph.script.main_module import NamedStep
 from stepgraph.script.request import Answer, Outcome, Request, Script, Status, append
-from stepgraph.script.run import follows_a_stop, refuse_unjudged
+from stepgraph.script.run import follows_a_stop, refuse_no_script, refuse_unjudged
 
 runner = CliRunner()
 app = typer.Typer(context_settings=CONTEXT_SETTINGS, pretty_exceptions_enable=False)
@@ -332,3 +332,13 @@ def test_rank_that_fails_after_a_stopped_one_does_not_count() -> None:
     assert not follows_a_stop(failed, [judged, failed])
     assert not follows_a_stop({**failed, "ended_at": 0.5}, [stopped, failed])
     assert not follows_a_stop(stopped, [stopped, failed])
+
+
+def test_script_in_a_deleted_working_folder_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, gone = tmp_path / "script.py", tmp_path / "gone"
+    script.write_text("")
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(InvalidArgument, match="the working folder does not exist any more"):
+        refuse_no_script(Script(str(script)))

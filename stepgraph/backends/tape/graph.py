@@ -11,6 +11,7 @@ first replay.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -394,7 +395,10 @@ class TapeGraph(Graph):
     # -- binding addresses to memory
 
     def _bind(self) -> list[PoolPlace]:
-        """Turn every noted address into a tensor over its final memory, and return the memory of each."""
+        """Turn every noted address into a tensor over its final memory, and return the memory of each.
+
+        All take their place at once: a Ctrl-C in the middle leaves the notes.
+        """
         arena, start = arena_for([place for place in self._born.values() if place.storage is None])
         made: dict[Ref, torch.Tensor] = {}
         counted: list[PoolPlace] = []
@@ -409,7 +413,6 @@ class TapeGraph(Graph):
                     assert ref.place.block is not None
                     storage, shift = arena, (ref.place.block.start - start) // ref.dtype.itemsize
                 else:
-                    ref.place.aliases += 1
                     counted.append(ref.place)
                 tensor = torch.empty(0, dtype=ref.dtype).set_(storage, ref.offset + shift, ref.shape, ref.stride)
                 tensor = tensor.conj() if ref.conj else tensor
@@ -419,9 +422,14 @@ class TapeGraph(Graph):
 
         with torch.inference_mode(False), torch.no_grad(), unseen_by_modes():
             arena.fill_(0xFF)  # type: ignore[attr-defined]
+            bound = []
             for op in self._ops:
-                op.args, op.kwargs = mapped(alias, (op.args, op.kwargs))
-                op.results = [(alias(ref), index) for ref, index in op.results]
+                args, kwargs = mapped(alias, (op.args, op.kwargs))
+                results = [(alias(ref), index) for ref, index in op.results]
+                bound.append(dataclasses.replace(op, args=args, kwargs=kwargs, results=results))
+        for place in counted:
+            place.aliases += 1
+        self._ops[:] = bound
         return counted
 
 

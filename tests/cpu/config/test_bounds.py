@@ -11,6 +11,7 @@ import pytest
 import stepgraph
 from stepgraph.config.bounds import BOUNDS, Bounds
 from stepgraph.config.environment import Environment
+from stepgraph.config.overrides import apply_overrides
 from stepgraph.config.values import types_of
 from stepgraph.errors import StepgraphError
 
@@ -97,3 +98,9 @@ def test_toml_integer_of_thousands_of_digits_is_refused(tmp_path: Path) -> None:
     with pytest.raises(stepgraph.InvalidArgument) as caught:
         stepgraph.ConfigContainer.from_toml(file)
     assert caught.value.rule == "config-file"
+
+
+@pytest.mark.parametrize("text", ["123456789012345678901", "-123456789012345678901"])
+def test_typed_number_of_many_digits_is_out_of_range(text: str) -> None:
+    with pytest.raises(StepgraphError, match="more than 64 bits"):
+        apply_overrides(stepgraph.ConfigContainer(), [f"train.train_iters={text}"])

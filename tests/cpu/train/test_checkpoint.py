@@ -399,3 +399,12 @@ def test_folder_is_held_by_one_run(tmp_path: Path) -> None:
         assert load(tmp_path, Ranks()).step == 5, "it may be read"
     with held(tmp_path, Ranks()):
         pass
+
+
+def test_folder_named_as_a_checkpoint_is_not_called_another_run(tmp_path: Path) -> None:
+    (tmp_path / "step_1").mkdir()
+    later = tmp_path / "step_00000200"
+    later.mkdir()
+    with pytest.raises(CheckpointError, match=r"step_00000200 without a manifest\.json of ours") as raised:
+        refuse_later_checkpoints(tmp_path, 100)
+    assert raised.value.rule == "checkpoint-folder"
