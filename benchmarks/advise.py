@@ -20,7 +20,7 @@ above its loop. Where it says "do not", the whole step is captured: that is what
   verdict that contradicts it is wrong too: launch-bound with less than 5 %, GPU-bound with 5 % or more.
 
 The targets are 10 % for the time, 15 % for memory, and right in all. The processes that measure are forked from one
-that has imported torch (`stepgraph.bench.server`); only one process at a time uses the GPU.
+that has imported torch (`stepgraph.lab.bench.server`); only one process at a time uses the GPU.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from advise_scripts import WORKLOADS, with_lines
 from whole_step import ROOT, begin, command_line, name_list, progress, run_and_report
 from whole_step_report import Record, Rows, as_page, number
 
-from stepgraph.advice.decide import DO_NOT, WHOLE_STEP, WORTHWHILE, Bound
-from stepgraph.bench import worker as bench_worker
-from stepgraph.bench.jobs import JobServer
-from stepgraph.bench.measure import elapsed_ms, mark, peaks_of
-from stepgraph.bench.server import attempted
+from stepgraph.tools.advice.decide import DO_NOT, WHOLE_STEP, WORTHWHILE, Bound
+from stepgraph.lab.bench import worker as bench_worker
+from stepgraph.lab.bench.jobs import JobServer
+from stepgraph.tools.measure import elapsed_ms, mark, peaks_of
+from stepgraph.lab.bench.server import attempted
 
 TIME_TARGET, MEMORY_TARGET = 10.0, 15.0
 """Percent."""

@@ -163,9 +163,9 @@ batch = [torch.randn(BATCH, size, device="{device}") for size in (OBSERVATION, A
 for _ in range(1000):
     update(*batch)
 """
-_GPT = {"imports": "from stepgraph.models import GPT, GPTConfig", "loss": "model(tokens[i], targets[i])"}
+_GPT = {"imports": "from stepgraph.lab.models import GPT, GPTConfig", "loss": "model(tokens[i], targets[i])"}
 _MOE = {
-    "imports": "from dataclasses import replace\n\nfrom stepgraph.models import MoEConfig, MoEGPT",
+    "imports": "from dataclasses import replace\n\nfrom stepgraph.lab.models import MoEConfig, MoEGPT",
     "loss": "((found := model(tokens[i], targets[i])).out + 0.01 * found.aux_loss)",
 }
 _GPT2_SMALL = _GPT | {"model": "GPT(GPTConfig.gpt2_small())", "vocabulary": 50257, "sequence": 1024}

@@ -32,9 +32,9 @@ from whole_step_report import Record, as_page, number
 from whole_step_variants import build_batches, build_model, fused_adamw, plain_step
 
 import stepgraph
-from stepgraph.bench.measure import wall_ms
-from stepgraph.oplog import OpLog, Vocabulary
-from stepgraph.session.proof import next_audit
+from stepgraph.tools.measure import wall_ms
+from stepgraph.engine.oplog import OpLog, Vocabulary
+from stepgraph.engine.call.proof import next_audit
 
 STEPS = 100_000
 TARGET_PERCENT = 0.5
@@ -43,7 +43,7 @@ CALLS, TURNS = 20, 60
 
 def tiny_training() -> tuple[torch.nn.Module, Callable[..., Any], tuple[torch.Tensor, ...]]:
     """A GPT of four layers on the CPU."""
-    from stepgraph.models.gpt import GPT, GPTConfig
+    from stepgraph.lab.models.gpt import GPT, GPTConfig
 
     torch.manual_seed(0)
     torch.set_num_threads(1)

@@ -34,16 +34,16 @@ import torch
 from whole_step import begin, count, machine_facts, name_list
 from whole_step_report import markdown_table
 
-from stepgraph.bench.compare import Comparison, Row, compare, plan, run_all
-from stepgraph.bench.jobs import JobServer
-from stepgraph.bench.mechanisms import all_mechanisms, mechanisms_for, select
-from stepgraph.bench.report_html import losses_in_words, remarks
-from stepgraph.bench.results import ResultFile, write_whole
+from stepgraph.lab.bench.compare import Comparison, Row, compare, plan, run_all
+from stepgraph.lab.bench.jobs import JobServer
+from stepgraph.lab.bench.mechanisms import all_mechanisms, mechanisms_for, select
+from stepgraph.lab.bench.report_html import losses_in_words, remarks
+from stepgraph.lab.bench.results import ResultFile, write_whole
 from stepgraph.config.container import ConfigContainer
 from stepgraph.config.environment import Environment
 from stepgraph.config.overrides import apply_overrides
-from stepgraph.recipes import recipe
-from stepgraph.recipes.fit import fit
+from stepgraph.lab.recipes import recipe
+from stepgraph.lab.recipes.fit import fit
 
 GIB = 2**30
 _BASE = "eager,eager-again,compile,ours-whole,ours-whole-compile"

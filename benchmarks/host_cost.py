@@ -43,9 +43,9 @@ from whole_step import (
 from whole_step_report import Record, Rows, as_page, number
 
 import stepgraph
-from stepgraph.bench import worker as bench_worker
-from stepgraph.bench.measure import host_ms
-from stepgraph.bench.server import attempted
+from stepgraph.lab.bench import worker as bench_worker
+from stepgraph.tools.measure import host_ms
+from stepgraph.lab.bench.server import attempted
 
 PARAMETERS = ("150", "1000")
 PASSED_ON = ("calls",)
@@ -69,7 +69,7 @@ def median_us(call: Callable[[], Any], calls: int, *, drained: bool = False) -> 
 
 def guard_rows(call: Any) -> dict[str, Callable[[], bool]]:
     """What is asked before a replay, in each way there is."""
-    from stepgraph.native import library, row
+    from stepgraph.engine.backends.native import library, row
 
     rows = {}
     for way in ("python", "cpp") if library.native_row() is not None else ("python",):
@@ -276,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("This benchmark needs a CUDA GPU, and torch finds none here. --against runs on a CPU.", file=sys.stderr)
         return 2
     if args.build:
-        from stepgraph.native import library
+        from stepgraph.engine.backends.native import library
 
         library.build()
     jobs: list[Job] = [("linear layers", count) for count in PARAMETERS]

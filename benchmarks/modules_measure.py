@@ -17,7 +17,7 @@ from whole_step_report import Record, State, compare
 from whole_step_variants import copied, on_batches, peak_bytes, time_steps, trained_state
 
 import stepgraph
-from stepgraph.bench.measure import reset_peaks
+from stepgraph.tools.measure import reset_peaks
 
 WARM_STEPS = 6
 """Steps before the timed ones: modules are captured in the first, a whole step in the fourth."""

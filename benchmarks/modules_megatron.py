@@ -1,6 +1,6 @@
 """megatron-core's own GPTModel for `modules.py`: trained by its own schedule, with its own graphs or with stepgraph's.
 
-Its model, schedule and graphs are those of `stepgraph.bench.megatron_core`.
+Its model, schedule and graphs are those of `stepgraph.lab.bench.megatron_core`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from whole_step_report import MICROBATCHES
 from whole_step_variants import WARMUP, fused_adamw
 
 import stepgraph
-from stepgraph.bench.measure import reset_peaks
-from stepgraph.bench.megatron_core import ScheduledSteps, Shape, build_gpt
-from stepgraph.models import GPTConfig
+from stepgraph.tools.measure import reset_peaks
+from stepgraph.lab.bench.megatron_core import ScheduledSteps, Shape, build_gpt
+from stepgraph.lab.models import GPTConfig
 
 
 def shape_of(config: GPTConfig) -> Shape:

@@ -31,9 +31,9 @@ from whole_step import Job, begin, command_line, count, name_list, run_all, run_
 from whole_step_report import Record, Rows, as_page, number
 
 import stepgraph
-from stepgraph.bench import worker as bench_worker
-from stepgraph.bench.measure import wall_ms
-from stepgraph.bench.server import attempted
+from stepgraph.lab.bench import worker as bench_worker
+from stepgraph.tools.measure import wall_ms
+from stepgraph.lab.bench.server import attempted
 
 MODELS = ("mixtral", "qwen3_moe")
 WAY = "modules"

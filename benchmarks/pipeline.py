@@ -60,7 +60,7 @@ from whole_step import (
 )
 from whole_step_report import Record
 
-from stepgraph.bench import worker as bench_worker
+from stepgraph.lab.bench import worker as bench_worker
 
 PASSED_ON = ("device", "steps", "equality_steps", "layers")
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from modules_report import equality_rows, limited, same_loss, step_over_busy, warning_rows
 from whole_step_report import GIB, Record, Rows, Target, as_page, engine_rows, find, number, ratio, target_rows
 
-from stepgraph.order import (
+from stepgraph.engine.order import (
     convert_schedule_table_to_order,
     count_microbatches,
     get_schedule_table,

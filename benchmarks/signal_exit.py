@@ -5,7 +5,7 @@
     python benchmarks/signal_exit.py --device cpu --places replay --ranks 2
 
 A case is a place, a signal, an implementation and a number of ranks. Each rank is a process that trains with
-`stepgraph.train.pretrain` and parks at the place: before an eager iteration of the warm-up, before the capture, before
+`stepgraph.lab.train.pretrain` and parks at the place: before an eager iteration of the warm-up, before the capture, before
 an iteration that replays, before a checkpoint is written. All ranks get the signal there and go on. What was under way
 is finished first, as the training loop promises. `transformer_engine` is stopped at every place by both signals, the
 other implementations by SIGTERM at a replay (`none`, which has none, at its third iteration).
@@ -40,12 +40,12 @@ import torch.distributed as dist
 from whole_step import Job, begin, command_line, name_list, run_all, run_alone, run_and_report
 from whole_step_report import Record, Rows, as_page, number
 
-from stepgraph.bench import worker as bench_worker
-from stepgraph.bench.server import attempted
+from stepgraph.lab.bench import worker as bench_worker
+from stepgraph.lab.bench.server import attempted
 from stepgraph.config.container import ConfigContainer
-from stepgraph.recipes import recipe
-from stepgraph.recipes.fit import for_cpu
-from stepgraph.train import pretrain
+from stepgraph.lab.recipes import recipe
+from stepgraph.lab.recipes.fit import for_cpu
+from stepgraph.lab.train import pretrain
 
 IMPLEMENTATIONS: dict[str, tuple[str, list[str]]] = {
     "transformer_engine": ("transformer_engine", ["attn"]),

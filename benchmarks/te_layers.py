@@ -54,9 +54,9 @@ from whole_step import (
 from whole_step_report import GIB, Record, Rows, Target, as_page, engine_rows, error_line, find, number, target_rows
 from whole_step_variants import time_block
 
-from stepgraph.bench import worker as bench_worker
-from stepgraph.bench.measure import peaks_of
-from stepgraph.bench.server import attempted
+from stepgraph.lab.bench import worker as bench_worker
+from stepgraph.tools.measure import peaks_of
+from stepgraph.lab.bench.server import attempted
 
 HIDDEN, FFN, HEADS, SEQUENCE, BATCH, MICROBATCHES = 1024, 4096, 16, 512, 2, 4
 BATCHES, FIRST_STEPS = 8, 10

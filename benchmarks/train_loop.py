@@ -7,7 +7,7 @@ Every row trains `gpt2_small` (124 million parameters, sequence 1,024, four micr
 clipping) from the same seed:
 
 - capture: `stepgraph.capture` of a plain step, written as in whole_step.py, without a loop around it.
-- loop: `stepgraph.train.pretrain` with `local` and `full_iteration`: data, schedule, journal and NaN flag around it.
+- loop: `stepgraph.lab.train.pretrain` with `local` and `full_iteration`: data, schedule, journal and NaN flag around it.
 - loop, transformer_engine attn: the recipe's own setting.
 - loop, eager: no graphs.
 
@@ -32,10 +32,10 @@ from whole_step_variants import MICROBATCHES, fused_adamw, plain_step, time_bloc
 
 import stepgraph
 from stepgraph.config.container import ConfigContainer
-from stepgraph.recipes import recipe
-from stepgraph.recipes.build import build_model
-from stepgraph.recipes.fit import for_cpu
-from stepgraph.train import pretrain
+from stepgraph.lab.recipes import recipe
+from stepgraph.lab.recipes.build import build_model
+from stepgraph.lab.recipes.fit import for_cpu
+from stepgraph.lab.train import pretrain
 
 LIMIT = 1.03
 ROWS: dict[str, tuple[str, list[str]]] = {

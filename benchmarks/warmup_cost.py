@@ -45,8 +45,8 @@ from whole_step import (
 from whole_step_report import Record, Rows, as_page, number
 
 import stepgraph
-from stepgraph.bench import worker as bench_worker
-from stepgraph.bench.server import attempted
+from stepgraph.lab.bench import worker as bench_worker
+from stepgraph.lab.bench.server import attempted
 
 MODELS = {"gpt": None, "llama": "LlamaForCausalLM", "bert": "BertForMaskedLM", "vit": "ViTForImageClassification"}
 """Each model, and its class in transformers."""
@@ -60,7 +60,7 @@ def build_model(name: str, num_layers: int, hidden: int) -> nn.Module:
     """Return the model, always with the same weights."""
     torch.manual_seed(0)
     if name == "gpt":
-        from stepgraph.models import GPT, GPTConfig
+        from stepgraph.lab.models import GPT, GPTConfig
 
         return GPT(replace(GPTConfig.tiny(), num_layers=num_layers, max_seq_len=SEQUENCE, vocab_size=VOCABULARY))
     import transformers

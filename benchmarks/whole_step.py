@@ -6,7 +6,7 @@ The step is four microbatches of forward and backward, then fused AdamW, on a bf
 sequence a microbatch (the host cannot launch fast enough) and with eight (the GPU is the limit). Every variant trains
 the same model from the same seed on the same batches. Each runs in a process of its own, so that no variant inherits
 another's allocator, compile cache in memory or CUDA context. They are forked one after the other from a server that has
-imported torch and touched no GPU (`stepgraph.bench.server`).
+imported torch and touched no GPU (`stepgraph.lab.bench.server`).
 
 What the columns mean:
 
@@ -54,9 +54,9 @@ from whole_step_report import (
 from whole_step_variants import measure_job
 
 from stepgraph import StepgraphWarning
-from stepgraph.bench import worker as bench_worker
-from stepgraph.bench.jobs import JobServer
-from stepgraph.bench.server import attempted
+from stepgraph.lab.bench import worker as bench_worker
+from stepgraph.lab.bench.jobs import JobServer
+from stepgraph.lab.bench.server import attempted
 
 ROOT = Path(__file__).resolve().parent.parent
 PASSED_ON = ("steps", "equality_steps", "layers")

@@ -24,7 +24,7 @@ from whole_step_report import (
     compare,
 )
 
-from stepgraph.bench import measure
+from stepgraph.tools import measure
 
 DEVICE = "cuda"
 WARMUP = 3
@@ -37,7 +37,7 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 def build_model(layers: int) -> torch.nn.Module:
     """Return the model in bf16 on the GPU, always with the same weights."""
-    from stepgraph.models.gpt import GPT, GPTConfig
+    from stepgraph.lab.models.gpt import GPT, GPTConfig
 
     torch.manual_seed(0)
     with torch.device(DEVICE):
@@ -47,7 +47,7 @@ def build_model(layers: int) -> torch.nn.Module:
 
 def build_batches(workload: str, count: int) -> list[tuple[Tensor, Tensor]]:
     """Return `count` batches of (tokens, targets), each [microbatch, sequence, position], always the same."""
-    from stepgraph.models.gpt import GPTConfig
+    from stepgraph.lab.models.gpt import GPTConfig
 
     config = GPTConfig.gpt_162m()
     generator = torch.Generator(DEVICE).manual_seed(7)

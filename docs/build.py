@@ -11,13 +11,13 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-from stepgraph import catalogue
-from stepgraph.catalogue import Entry, Section
+from stepgraph.core import catalogue
+from stepgraph.core.catalogue import Entry, Section
 from stepgraph.config.container import ConfigContainer
 from stepgraph.config.values import sentences_of, spelled, types_of
 
 DOCS = Path(__file__).parent
-MARKER = "<!-- From here on built by `python docs/build.py` from stepgraph/catalogue. -->\n"
+MARKER = "<!-- From here on built by `python docs/build.py` from stepgraph/core/catalogue. -->\n"
 PAGES = {
     "errors.md": ("capture",),
     "rules.md": ("config", "run", "check", "symptom"),

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 import stepgraph
-from stepgraph.models import MoEConfig, MoEGPT
+from stepgraph.lab.models import MoEConfig, MoEGPT
 
 STEPS, NUM_MICROBATCHES, SEQ_LENGTH = 12, 2, 16
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import stepgraph
-from stepgraph.train import finetune, pretrain
+from stepgraph.lab.train import finetune, pretrain
 
 ITERATIONS = 12
 

@@ -9,22 +9,22 @@ import random
 import sys
 from typing import TYPE_CHECKING, Any
 
-from stepgraph.torch_import import importing_torch
+from stepgraph.core.torch_import import importing_torch
 
 if TYPE_CHECKING:
     from stepgraph import order
-    from stepgraph.advice.advise import AdviceReport, advise
-    from stepgraph.backends import Backend, backend_for
-    from stepgraph.bench.run import BenchResult, benchmark
-    from stepgraph.buffers.inputs import ArgMetadata
-    from stepgraph.buffers.reuse_pool import TensorReusePool
-    from stepgraph.callables.graphed import CallablesReport
-    from stepgraph.callables.make_graphed import make_graphed_callables
+    from stepgraph.tools.advice.advise import AdviceReport, advise
+    from stepgraph.engine.backends import Backend, backend_for
+    from stepgraph.lab.bench.run import BenchResult, benchmark
+    from stepgraph.engine.memory.inputs import ArgMetadata
+    from stepgraph.engine.memory.reuse_pool import TensorReusePool
+    from stepgraph.engine.parts.callables.graphed import CallablesReport
+    from stepgraph.engine.parts.callables.make_graphed import make_graphed_callables
     from stepgraph.config.container import ConfigContainer
     from stepgraph.config.environment import Environment
     from stepgraph.config.overrides import set_cuda_graph_overrides
     from stepgraph.config.scope import VALID_CUDA_GRAPH_IMPLS, VALID_CUDA_GRAPH_SCOPES, CudaGraphScope
-    from stepgraph.errors import (
+    from stepgraph.core.errors import (
         BuildError,
         CaptureError,
         ClosedError,
@@ -39,38 +39,38 @@ if TYPE_CHECKING:
         StepgraphError,
         StepgraphWarning,
     )
-    from stepgraph.inspect.check import CheckReport, check
-    from stepgraph.inspect.doctor import DoctorReport, doctor
-    from stepgraph.inspect.explain import Explanation, explain
-    from stepgraph.inspect.frozen import frozen
-    from stepgraph.inspect.frozen_report import FrozenReport
-    from stepgraph.joined.capture import capture
+    from stepgraph.tools.checks.check import CheckReport, check
+    from stepgraph.tools.doctor import DoctorReport, doctor
+    from stepgraph.tools.explain import Explanation, explain
+    from stepgraph.tools.frozen_values.frozen import frozen
+    from stepgraph.tools.frozen_values.frozen_report import FrozenReport
+    from stepgraph.engine.step.capture import capture
     from stepgraph.megatron.layers_helper import TECudaGraphHelper
     from stepgraph.megatron.manager import CudaGraphManager
     from stepgraph.megatron.optimizer_wrapper import OptimizerCudaGraphWrapper
     from stepgraph.megatron.part_graphs import set_current_microbatch
     from stepgraph.megatron.vision_helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
-    from stepgraph.modules.graph_modules import GraphedModules, graph_modules
-    from stepgraph.modules.mismatch import get_mismatch_errors
-    from stepgraph.modules.report import ModuleReport
-    from stepgraph.modules.scopes import ScopeRegistry
-    from stepgraph.modules.session import (
+    from stepgraph.engine.parts.modules.graph_modules import GraphedModules, graph_modules
+    from stepgraph.engine.parts.modules.mismatch import get_mismatch_errors
+    from stepgraph.engine.parts.modules.report import ModuleReport
+    from stepgraph.engine.parts.modules.scopes import ScopeRegistry
+    from stepgraph.engine.parts.modules.session import (
         create_cudagraphs,
         delete_cuda_graphs,
         is_graph_capturing,
         is_graph_warmup,
     )
-    from stepgraph.modules.static_buffers import CudagraphBufferMetadata
-    from stepgraph.pipeline.stage import GraphedStages, graph_stage
-    from stepgraph.proof.report import VerifyReport
-    from stepgraph.proof.verify import verify
-    from stepgraph.rng.tracker import CudaRNGStatesTracker, get_cuda_rng_tracker
-    from stepgraph.session.session import Session
-    from stepgraph.step.full_iteration import FullCudaGraphWrapper
-    from stepgraph.step.report import Report
-    from stepgraph.step.static_loader import StaticBufferLoader
-    from stepgraph.step.step import CapturedStep
-    from stepgraph.tree import tree_map
+    from stepgraph.engine.parts.modules.static_buffers import CudagraphBufferMetadata
+    from stepgraph.engine.parts.stages.stage import GraphedStages, graph_stage
+    from stepgraph.tools.verification.report import VerifyReport
+    from stepgraph.tools.verification.verify import verify
+    from stepgraph.engine.backends.random.tracker import CudaRNGStatesTracker, get_cuda_rng_tracker
+    from stepgraph.engine.call.session import Session
+    from stepgraph.engine.step.full_iteration import FullCudaGraphWrapper
+    from stepgraph.engine.step.report import Report
+    from stepgraph.engine.step.static_loader import StaticBufferLoader
+    from stepgraph.engine.step.step import CapturedStep
+    from stepgraph.core.tree import tree_map
 
 __version__ = "0.1.0"
 

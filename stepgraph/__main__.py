@@ -1,5 +1,5 @@
 """`python -m stepgraph`: the command line."""
 
-from stepgraph.cli import main
+from stepgraph.commands.cli import main
 
 main()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import stepgraph
-from stepgraph.order import Entry, Kind, count_microbatches, read_order
+from stepgraph.engine.order import Entry, Kind, count_microbatches, read_order
 from tests.harness import assert_same_history
 from tests.module_harness import MIN_STEPS, Layer, Note, Training
 from tests.seeding import seed

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph.inspect.check import PROBE, CheckReport, report_of
-from stepgraph.script import child
-from stepgraph.script.request import Answer, Outcome, Request, Script
-from stepgraph.script.run import _outcome
+from stepgraph.tools.checks.check import PROBE, CheckReport, report_of
+from stepgraph.tools.script import child
+from stepgraph.tools.script.request import Answer, Outcome, Request, Script
+from stepgraph.tools.script.run import _outcome
 
 _MARK = re.compile(r"#\s*finds:\s*([\w, -]+)$")
 

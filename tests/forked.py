@@ -45,10 +45,10 @@ IMPORTED = (
     "torch._dynamo",
     "torch.distributed",
     "stepgraph",
-    "stepgraph.cli",
-    "stepgraph.observe.steps",
-    "stepgraph.script.child",
-    "stepgraph.train",
+    "stepgraph.commands.cli",
+    "stepgraph.tools.script.steps",
+    "stepgraph.tools.script.child",
+    "stepgraph.lab.train",
 )
 _PR_SET_CHILD_SUBREAPER = 36
 _SIZE, _ADOPTED, _PATIENCE_S = 8, b".", 60.0

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stepgraph
-from stepgraph.proof import bits
+from stepgraph.tools.verification import bits
 from tests.seeding import seed
 
 Step = Callable[..., Any]

@@ -138,7 +138,7 @@ def calls() -> Mapping[str, Callable[[], Any]]:
 
 def command(*words: str) -> dict[str, list[str]]:
     """A command, in this process."""
-    from stepgraph.cli import main
+    from stepgraph.commands.cli import main
 
     sys.argv = ["stepgraph", *words]
     watch = Watch()

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import stepgraph
-from stepgraph.tree import flatten
+from stepgraph.core.tree import flatten
 from tests.harness import Program, State, assert_same_history, different, same_bits, snapshot
 from tests.seeding import seed
 

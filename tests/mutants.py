@@ -42,18 +42,18 @@ from tests.generated.batch import run_all
 
 ROOT = Path(__file__).parents[1]
 TARGETS = (
-    "stepgraph/guards",
-    "stepgraph/oplog",
-    "stepgraph/values",
-    "stepgraph/signature",
-    "stepgraph/session/proof.py",
-    "stepgraph/pair/proof.py",
-    "stepgraph/pair/guard.py",
-    "stepgraph/pair/kind.py",
-    "stepgraph/pair/audit.py",
-    "stepgraph/step",
-    "stepgraph/grads/step_grads.py",
-    "stepgraph/optim/effects.py",
+    "stepgraph/engine/guards",
+    "stepgraph/engine/oplog",
+    "stepgraph/engine/guards/host_values",
+    "stepgraph/engine/guards/signature",
+    "stepgraph/engine/call/proof.py",
+    "stepgraph/engine/record/pair/eager_proof.py",
+    "stepgraph/engine/record/pair/guard.py",
+    "stepgraph/engine/record/pair/kind.py",
+    "stepgraph/engine/record/pair/audit.py",
+    "stepgraph/engine/step",
+    "stepgraph/engine/grads/step_grads.py",
+    "stepgraph/engine/optim/effects.py",
 )
 """What decides whether a graph is right: folders and files."""
 NOT_DECIDING = ("report.py", "options.py", "refusals.py", "full_iteration.py", "static_loader.py", "__init__.py")

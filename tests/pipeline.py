@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from stepgraph.order import Kind, Order, read_order
+from stepgraph.engine.order import Kind, Order, read_order
 
 WIDTH = 3
 

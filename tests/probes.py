@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from stepgraph.script.probe import RunningScript
+from stepgraph.tools.script.probe import RunningScript
 
 
 class Recorder:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from stepgraph.config.container import ConfigContainer
-from stepgraph.models import GPT, GPTConfig, Mamba, MambaConfig, MoEConfig, MoEGPT
+from stepgraph.lab.models import GPT, GPTConfig, Mamba, MambaConfig, MoEConfig, MoEGPT
 
 IMPLEMENTATIONS: dict[str, tuple[str, list[str]]] = {
     "eager": ("none", []),

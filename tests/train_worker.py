@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import nn
 
 import stepgraph
-from stepgraph.models import GPT
-from stepgraph.train import finetune, pretrain
-from stepgraph.train.memory import DeviceMemory
+from stepgraph.lab.models import GPT
+from stepgraph.lab.train import finetune, pretrain
+from stepgraph.lab.train.memory import DeviceMemory
 from tests.distributed.ranks import end_together
 from tests.train_harness import gpt, tiny
 

@@ -11,15 +11,15 @@ import typer
 
 from stepgraph.commands.base import AsJson, ExitCode, Result, code_line
 from stepgraph.commands.script_options import command_on, takes_script
-from stepgraph.script.request import Script
-from stepgraph.wording import counted
+from stepgraph.tools.script.request import Script
+from stepgraph.core.wording import counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from stepgraph.advice.advise import AdviceReport
-    from stepgraph.advice.decide import Measured
+    from stepgraph.tools.advice.advise import AdviceReport
+    from stepgraph.tools.advice.decide import Measured
 
 _GIB = 2**30
 _MAX_LINES = 6
@@ -35,7 +35,7 @@ def advise(
     as_json: AsJson = False,
 ) -> Result:
     """Measure a script's training step and say whether graphs pay, of what, and how to begin."""
-    from stepgraph.advice.advise import advise_script
+    from stepgraph.tools.advice.advise import advise_script
 
     report = advise_script(wanted, steps=steps, tries=tries, stdout_to_stderr=as_json)
     code = ExitCode.FINDINGS if report.advice is None else ExitCode.OK
@@ -44,7 +44,7 @@ def advise(
 
 def _next(report: AdviceReport) -> str:
     """The command to run next: what `check` has said in this run need not be asked again."""
-    from stepgraph.advice.advise import is_no
+    from stepgraph.tools.advice.advise import is_no
 
     if is_no(report):
         return "stepgraph bench --fit --compare"
@@ -171,7 +171,7 @@ def _shortened(why: str) -> str:
 
 
 def _legend(report: AdviceReport) -> Sequence[str]:
-    from stepgraph.advice.decide import GUIDES_MEMORY, MEASURED_MEMORY
+    from stepgraph.tools.advice.decide import GUIDES_MEMORY, MEASURED_MEMORY
 
     assert report.advice is not None
     found = [
@@ -207,7 +207,7 @@ def _optimizers(measured: Measured) -> Iterator[str]:
 def _verdict(report: AdviceReport) -> Sequence[Any]:
     from rich.text import Text
 
-    from stepgraph.advice.decide import DO_NOT
+    from stepgraph.tools.advice.decide import DO_NOT
 
     assert report.advice is not None
     assert report.api is not None

@@ -31,11 +31,11 @@ import typer
 import typer.core
 
 import stepgraph
-from stepgraph import catalogue
-from stepgraph.errors import InvalidArgument, NoStepError, ScriptError, StepgraphError, nearest, refusal_in
-from stepgraph.script.ranks import is_first_rank, rank
-from stepgraph.strict_json import as_json
-from stepgraph.torch_import import importing_torch
+from stepgraph.core import catalogue
+from stepgraph.core.errors import InvalidArgument, NoStepError, ScriptError, StepgraphError, nearest, refusal_in
+from stepgraph.tools.script.ranks import is_first_rank, rank
+from stepgraph.core.strict_json import as_json
+from stepgraph.core.torch_import import importing_torch
 
 if TYPE_CHECKING:
     import torch

@@ -15,21 +15,21 @@ import typer
 
 from stepgraph.commands.base import AsJson, ExitCode, Result, Seed, Steps, Timeout, torch_device
 from stepgraph.commands.train import Wanted, configured, read
-from stepgraph.errors import InvalidArgument, nearest
-from stepgraph.wording import counted, with_article
+from stepgraph.core.errors import InvalidArgument, nearest
+from stepgraph.core.wording import counted, with_article
 
 if TYPE_CHECKING:
     import torch
     from rich.console import RenderableType
 
-    from stepgraph.bench.compare import Comparison, Row
-    from stepgraph.bench.hardware import Gpu
-    from stepgraph.bench.jobs import Record
-    from stepgraph.bench.mechanisms import Mechanism
-    from stepgraph.bench.predict import MachinePrediction
-    from stepgraph.bench.results import ResultFile
-    from stepgraph.bench.run import BenchResult
-    from stepgraph.recipes.machines import MachineSettings
+    from stepgraph.lab.bench.compare import Comparison, Row
+    from stepgraph.lab.bench.hardware import Gpu
+    from stepgraph.lab.bench.jobs import Record
+    from stepgraph.lab.bench.mechanisms import Mechanism
+    from stepgraph.lab.bench.predict import MachinePrediction
+    from stepgraph.lab.bench.results import ResultFile
+    from stepgraph.lab.bench.run import BenchResult
+    from stepgraph.lab.recipes.machines import MachineSettings
 
 _FAMILIES = {
     "gpt": ("gpt2_small",),
@@ -187,7 +187,7 @@ def bench(
 ) -> Result:
     """Measure a recipe's training step: time, TFLOP/s, how busy the GPU is, memory, replays, and the loss."""
     given = dict(locals())
-    from stepgraph.recipes.machines import machine_settings
+    from stepgraph.lab.recipes.machines import machine_settings
 
     name = _recipe(family, recipe)
     _refuse_dtype(compute_dtype)
@@ -276,7 +276,7 @@ def _run_options(steps: int, seed: int) -> tuple[str, ...]:
 
 def _recipe(family: str | None, recipe: str | None) -> str:
     """The recipe that both names mean, or the refusal of names that do not fit together."""
-    from stepgraph.recipes import RECIPES, find_recipe
+    from stepgraph.lab.recipes import RECIPES, find_recipe
 
     if family is not None and family not in _FAMILIES:
         if family in RECIPES:
@@ -358,7 +358,7 @@ def _device_of(asked: Asked, world: int) -> torch.device:
     """The device of a run, or the refusal of a machine that is not here."""
     import torch
 
-    from stepgraph.bench.hardware import CPU, find_gpu, gpu_of
+    from stepgraph.lab.bench.hardware import CPU, find_gpu, gpu_of
 
     if asked.gpu not in (None, CPU):
         wants = find_gpu(asked.gpu)
@@ -399,8 +399,8 @@ def _not_here(asked: Asked, what: str) -> InvalidArgument:
 def _measured(asked: Asked, wanted: Wanted, device: torch.device, steps: int, as_json: bool) -> Result:
     import torch
 
-    from stepgraph.bench.hardware import gpu_of
-    from stepgraph.bench.run import benchmark
+    from stepgraph.lab.bench.hardware import gpu_of
+    from stepgraph.lab.bench.run import benchmark
 
     cfg, cuts, parameters = configured(wanted, device)
     gpu = gpu_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
@@ -508,10 +508,10 @@ class Reporting:
 
 
 def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, how: Reporting) -> Result:
-    from stepgraph.bench import report_html
-    from stepgraph.bench.compare import compare
-    from stepgraph.bench.mechanisms import mechanisms_for, select
-    from stepgraph.bench.results import ResultFile, check_writable, machine_facts, write_whole
+    from stepgraph.lab.bench import report_html
+    from stepgraph.lab.bench.compare import compare
+    from stepgraph.lab.bench.mechanisms import mechanisms_for, select
+    from stepgraph.lab.bench.results import ResultFile, check_writable, machine_facts, write_whole
     from stepgraph.config.environment import Environment
 
     if how.html is not None:
@@ -554,8 +554,8 @@ def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, ho
 
 def _run(mechanisms: Sequence[Mechanism], file: ResultFile, how: Reporting) -> list[Record]:
     """Run what the file does not have yet, writing each row to it; return all rows."""
-    from stepgraph.bench.compare import plan, run_all, seconds_left
-    from stepgraph.bench.jobs import JobServer
+    from stepgraph.lab.bench.compare import plan, run_all, seconds_left
+    from stepgraph.lab.bench.jobs import JobServer
 
     records: list[Record] = file.load() if how.resumes else []
     file.refuse_foreign()
@@ -617,7 +617,7 @@ def _comparison_table(
     from rich.table import Table
     from rich.text import Text
 
-    from stepgraph.bench.report_html import AUDITS, audits_in_words, remarks
+    from stepgraph.lab.bench.report_html import AUDITS, audits_in_words, remarks
 
     rows = [_cells(row) for row in found.rows]
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
@@ -644,7 +644,7 @@ _COLUMNS = ("mechanism", "step ms", "passes", "p90", "audits", "busy", "GiB", "l
 
 def _cells(row: Row) -> list[str]:
     """The cells of a row for the terminal."""
-    from stepgraph.bench.report_html import audits_in_words, losses_in_words
+    from stepgraph.lab.bench.report_html import audits_in_words, losses_in_words
 
     if row.step_ms is None:
         return [row.mechanism.title, "failed", *[""] * 5, row.error or ""]
@@ -667,9 +667,9 @@ def _cells(row: Row) -> list[str]:
 def _predicted(asked: Asked, wanted: Wanted) -> Result:
     import torch
 
-    from stepgraph.bench.hardware import CPU, find_gpu, gpu_of
-    from stepgraph.bench.predict import predict
-    from stepgraph.recipes.fit import fit
+    from stepgraph.lab.bench.hardware import CPU, find_gpu, gpu_of
+    from stepgraph.lab.bench.predict import predict
+    from stepgraph.lab.recipes.fit import fit
 
     if asked.gpu == CPU:
         raise InvalidArgument(

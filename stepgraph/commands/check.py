@@ -10,13 +10,13 @@ import typer
 
 from stepgraph.commands.base import AsJson, ExitCode, Result, code_line
 from stepgraph.commands.script_options import command_on, takes_script
-from stepgraph.script.request import Script
+from stepgraph.tools.script.request import Script
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from stepgraph.inspect.check import CheckReport
-    from stepgraph.inspect.findings import Finding
+    from stepgraph.tools.checks.check import CheckReport
+    from stepgraph.tools.checks.findings import Finding
 
 WatchedSteps = Annotated[
     int, typer.Option("--steps", min=3, help="Steps to watch; then the script is stopped. The first is not compared.")
@@ -30,8 +30,8 @@ def check(
     as_json: AsJson = False,
 ) -> Result:
     """Run a script for some steps and say, by line, what keeps its step from being captured; exit with 1 if any."""
-    from stepgraph.inspect.check import check as run_check
-    from stepgraph.script.run import refuse_unjudged
+    from stepgraph.tools.checks.check import check as run_check
+    from stepgraph.tools.script.run import refuse_unjudged
 
     report = run_check(
         wanted.target,

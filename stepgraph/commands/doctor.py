@@ -11,7 +11,7 @@ def doctor(as_json: AsJson = False, timeout: Timeout = None) -> Result:
     """Look at versions, GPU, allocator, variables and optional parts, as text for a bug report without secrets."""
     from rich.text import Text
 
-    from stepgraph.inspect.doctor import doctor as look
+    from stepgraph.tools.doctor import doctor as look
 
     report = look()
     code = ExitCode.OK if report.ok else ExitCode.FINDINGS

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 import typer
 
 from stepgraph.commands.base import AsJson, ExitCode, Result, printing
-from stepgraph.inspect.explain import Candidate, Explanation
-from stepgraph.inspect.explain import explain as explain_text
+from stepgraph.tools.explain import Candidate, Explanation
+from stepgraph.tools.explain import explain as explain_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -8,12 +8,12 @@ import typer
 
 from stepgraph.commands.base import AsJson, ExitCode, Result
 from stepgraph.commands.script_options import command_on, takes_script
-from stepgraph.script.request import Script
+from stepgraph.tools.script.request import Script
 
 if TYPE_CHECKING:
-    from stepgraph.script.request import Outcome
+    from stepgraph.tools.script.request import Outcome
 
-_PROBE = "stepgraph.inspect.frozen_probe:FrozenProbe"
+_PROBE = "stepgraph.tools.frozen_values.frozen_probe:FrozenProbe"
 _NO_STEP = "the script calls no captured step twice; name a function with --step, or capture one (stepgraph.capture)"
 
 
@@ -29,7 +29,7 @@ def frozen(
     """Find values that a graph has baked in and nobody watches; exit with 1 if there are any."""
     options = {"env": dict(_variable(pair) for pair in env or ()), "step": wanted.step is not None}
 
-    from stepgraph.script.run import run_script
+    from stepgraph.tools.script.run import run_script
 
     return _result(wanted, run_script(wanted, _PROBE, options, stdout_to_stderr=as_json))
 
@@ -38,8 +38,8 @@ def _result(script: Script, outcome: Outcome) -> Result:
     from rich.console import Group, RenderableType
     from rich.text import Text
 
-    from stepgraph.inspect.frozen_report import FrozenReport
-    from stepgraph.script.run import refuse_unjudged
+    from stepgraph.tools.frozen_values.frozen_report import FrozenReport
+    from stepgraph.tools.script.run import refuse_unjudged
 
     reports = [FrozenReport.from_dict(values) for values in outcome.result.get("reports", ())]
     if not reports:

@@ -21,7 +21,7 @@ def native(
     from rich.console import Console
     from rich.text import Text
 
-    from stepgraph.native import library
+    from stepgraph.engine.backends.native import library
 
     if remove:
         library.remove()

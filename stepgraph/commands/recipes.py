@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stepgraph.commands.base import AsJson, Result
-from stepgraph.wording import counted
+from stepgraph.core.wording import counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -20,7 +20,7 @@ def recipes(
     as_json: AsJson = False,
 ) -> Result:
     """List the recipes with their sizes and what of them is captured, or show one with its reason and settings."""
-    from stepgraph.recipes.listing import record, records, settings
+    from stepgraph.lab.recipes.listing import record, records, settings
 
     if name is None:
         listed = records()

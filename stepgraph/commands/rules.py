@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stepgraph import catalogue
-from stepgraph.catalogue import KINDS, Entry
+from stepgraph.core import catalogue
+from stepgraph.core.catalogue import KINDS, Entry
 from stepgraph.commands.base import AsJson, Result, code_line
-from stepgraph.errors import nearest
-from stepgraph.wording import counted
+from stepgraph.core.errors import nearest
+from stepgraph.core.wording import counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

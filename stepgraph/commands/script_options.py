@@ -3,7 +3,7 @@
 Example:
     >>> @takes_script
     ... def frozen(wanted: Script, env: Env = None, as_json: AsJson = False) -> Result:
-    ...     outcome = run_script(wanted, "stepgraph.inspect.frozen_probe:FrozenProbe", stdout_to_stderr=as_json)
+    ...     outcome = run_script(wanted, "stepgraph.tools.frozen_values.frozen_probe:FrozenProbe", stdout_to_stderr=as_json)
     ...     refuse_unjudged(wanted, outcome)
     ...     return Result(...)
 """
@@ -20,9 +20,9 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from stepgraph.commands.base import ExitCode, Result
-from stepgraph.script.main_module import refuse_unknown_step
-from stepgraph.script.ranks import exchanged, is_first_rank
-from stepgraph.script.request import Script
+from stepgraph.tools.script.main_module import refuse_unknown_step
+from stepgraph.tools.script.ranks import exchanged, is_first_rank
+from stepgraph.tools.script.request import Script
 
 ScriptPath = Annotated[
     str | None, typer.Argument(metavar="SCRIPT", help="The Python file to run. Its own code is run, unchanged.")

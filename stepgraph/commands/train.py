@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stepgraph.commands.base import AsJson, Device, Result, StoppedWith, Timeout, torch_device
-from stepgraph.wording import counted
+from stepgraph.core.wording import counted
 
 if TYPE_CHECKING:
     import torch
@@ -158,8 +158,8 @@ def read(recipe: str | None, task: str, words: list[str], fit: bool | None) -> W
     from stepgraph.config.container import ConfigContainer
     from stepgraph.config.overrides import CommandLine, apply_overrides, no_override
     from stepgraph.config.toml_file import read_toml
-    from stepgraph.recipes import for_task
-    from stepgraph.recipes import recipe as make_recipe
+    from stepgraph.lab.recipes import for_task
+    from stepgraph.lab.recipes import recipe as make_recipe
 
     line = CommandLine.read(words)
     if line.rest:
@@ -192,10 +192,10 @@ def configured(wanted: Wanted, device: torch.device) -> tuple[ConfigContainer, l
     import torch
 
     from stepgraph.config.environment import Environment
-    from stepgraph.recipes.fit import fit, refuse_too_large
-    from stepgraph.recipes.memory import available_host_memory
-    from stepgraph.train.memory import DeviceMemory
-    from stepgraph.train.settings import refuse_untrained
+    from stepgraph.lab.recipes.fit import fit, refuse_too_large
+    from stepgraph.lab.recipes.memory import available_host_memory
+    from stepgraph.lab.train.memory import DeviceMemory
+    from stepgraph.lab.train.settings import refuse_untrained
 
     if device.type == "cuda":
         own = int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index
@@ -227,7 +227,7 @@ def _train(
     following: str,
 ) -> Result:
     """Run, and report also of a run that a signal or a time limit has ended."""
-    from stepgraph.train import TrainingStopped, finetune, pretrain
+    from stepgraph.lab.train import TrainingStopped, finetune, pretrain
 
     is_first = int(os.environ.get("RANK", "0")) == 0
     if is_first and not as_json:

@@ -8,15 +8,15 @@ import typer
 
 from stepgraph.commands.base import AsJson, ExitCode, Result, Seed, code_line
 from stepgraph.commands.script_options import command_on, takes_script
-from stepgraph.script.ranks import is_first_rank
-from stepgraph.script.request import Script
-from stepgraph.script.run import refuse_no_script
-from stepgraph.wording import counted
+from stepgraph.tools.script.ranks import is_first_rank
+from stepgraph.tools.script.request import Script
+from stepgraph.tools.script.run import refuse_no_script
+from stepgraph.core.wording import counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from stepgraph.proof.verify_script import ScriptReport
+    from stepgraph.tools.verification.verify_script import ScriptReport
 
 
 @takes_script
@@ -31,7 +31,7 @@ def verify(
     """Run a script eagerly twice and graphed once, and compare bit for bit; exit with 1 if they differ."""
     refuse_no_script(wanted)  # at once: what follows imports torch
 
-    from stepgraph.proof.verify_script import verify_script
+    from stepgraph.tools.verification.verify_script import verify_script
 
     def on_run(name: str) -> None:
         if is_first_rank() and not as_json:  # what the script prints follows, once more

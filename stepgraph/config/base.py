@@ -25,9 +25,9 @@ from stepgraph.config.sections import (
 )
 from stepgraph.config.spellings import older_first, refuse_contradictions
 from stepgraph.config.values import types_of
-from stepgraph.errors import InvalidArgument
-from stepgraph.tracebacks import entry_point
-from stepgraph.wording import with_article
+from stepgraph.core.errors import InvalidArgument
+from stepgraph.core.tracebacks import entry_point
+from stepgraph.core.wording import with_article
 
 
 @dataclass(kw_only=True)

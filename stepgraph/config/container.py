@@ -23,8 +23,8 @@ from stepgraph.config.environment import Environment
 from stepgraph.config.overrides import apply_overrides
 from stepgraph.config.rules import broken_rules, finalised
 from stepgraph.config.toml_file import as_toml, read_toml
-from stepgraph.errors import ConfigError
-from stepgraph.tracebacks import entry_point
+from stepgraph.core.errors import ConfigError
+from stepgraph.core.tracebacks import entry_point
 
 
 @dataclass(kw_only=True)

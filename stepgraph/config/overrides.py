@@ -19,7 +19,7 @@ from stepgraph.config.section import Section, unknown_setting
 from stepgraph.config.spellings import renamed_flag, type_as_given
 from stepgraph.config.toml_file import read_toml
 from stepgraph.config.values import fitted, from_text, types_of
-from stepgraph.errors import InvalidArgument, nearest
+from stepgraph.core.errors import InvalidArgument, nearest
 
 _FLAGS = MappingProxyType(
     {

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from stepgraph import catalogue
+from stepgraph.core import catalogue
 from stepgraph.config.base import ConfigSections
 from stepgraph.config.bounds import out_of_bounds
 from stepgraph.config.environment import Environment
 from stepgraph.config.model import ModelSection
-from stepgraph.errors import Violation
+from stepgraph.core.errors import Violation
 
 Rule = Callable[[ConfigSections, Environment], Iterable[str]]
 NCCL_DDP_WARMUP = 11

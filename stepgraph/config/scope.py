@@ -10,8 +10,8 @@ import enum
 from collections.abc import Iterable
 from typing import Any
 
-from stepgraph.errors import InvalidArgument, nearest
-from stepgraph.wording import with_article
+from stepgraph.core.errors import InvalidArgument, nearest
+from stepgraph.core.wording import with_article
 
 
 class CudaGraphScope(enum.StrEnum):

@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Self
 
 from stepgraph.config.spellings import older_setting
 from stepgraph.config.values import fitted, types_of
-from stepgraph.errors import InvalidArgument, nearest
-from stepgraph.tracebacks import entry_point
+from stepgraph.core.errors import InvalidArgument, nearest
+from stepgraph.core.tracebacks import entry_point
 
 _FROZEN = "_is_frozen"
 

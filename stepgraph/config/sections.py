@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from stepgraph.config.section import Section
-from stepgraph.errors import InvalidArgument, nearest
+from stepgraph.core.errors import InvalidArgument, nearest
 
 NanCheck = bool | Literal["device"] | None
 

@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 from stepgraph.config.scope import WHOLE_LAYERS, read_scope
 from stepgraph.config.values import fitted, types_of
-from stepgraph.errors import InvalidArgument, nearest
+from stepgraph.core.errors import InvalidArgument, nearest
 
 IMPLEMENTATIONS = ("none", "local", "transformer_engine", "full_iteration")
 _FULL, _FULL_ITERATION = WHOLE_LAYERS, "full_iteration"
@@ -117,7 +117,7 @@ def _warned(where: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _warn(message: str) -> None:
-    from stepgraph.frames import warn_user  # it imports torch, which a configuration needs for nothing else
+    from stepgraph.core.frames import warn_user  # it imports torch, which a configuration needs for nothing else
 
     warn_user(message)
 

@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from stepgraph.errors import InvalidArgument
+from stepgraph.core.errors import InvalidArgument
 
 
 def read_toml(file: str | PathLike[str]) -> dict[str, Any]:

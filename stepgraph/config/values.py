@@ -17,7 +17,7 @@ from pathlib import PurePath
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from stepgraph.config.scope import CudaGraphScope, read_words
-from stepgraph.errors import InvalidArgument, nearest
+from stepgraph.core.errors import InvalidArgument, nearest
 
 _TRUE, _FALSE, _NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
 _NOT_FINITE = ("nan", "inf", "infinity")

@@ -27,20 +27,20 @@ from typing import Any
 import torch
 
 from stepgraph.config.spellings import at_least_one_step
-from stepgraph.errors import InvalidArgument, StepgraphError, nearest
-from stepgraph.frames import untraced
-from stepgraph.modules.graph_modules import refuse_graphed
-from stepgraph.modules.manager import ModuleGraphs
-from stepgraph.modules.options import options_from
-from stepgraph.modules.report import ModuleReport, report_on
-from stepgraph.modules.session import ModuleSession
-from stepgraph.modules.static_buffers import CudagraphBufferMetadata, static_buffers
-from stepgraph.pair.module_method import called_method, put_in_place
-from stepgraph.session.options import checked
-from stepgraph.session.report import outline
-from stepgraph.signature import argument_names
-from stepgraph.tracebacks import entry_point, trim
-from stepgraph.wording import quantities, with_article
+from stepgraph.core.errors import InvalidArgument, StepgraphError, nearest
+from stepgraph.core.frames import untraced
+from stepgraph.engine.parts.modules.graph_modules import refuse_graphed
+from stepgraph.engine.parts.modules.manager import ModuleGraphs
+from stepgraph.engine.parts.modules.options import options_from
+from stepgraph.engine.parts.modules.report import ModuleReport, report_on
+from stepgraph.engine.parts.modules.session import ModuleSession
+from stepgraph.engine.parts.modules.static_buffers import CudagraphBufferMetadata, static_buffers
+from stepgraph.engine.record.pair.module_method import called_method, put_in_place
+from stepgraph.engine.call.options import checked
+from stepgraph.engine.call.report import outline
+from stepgraph.engine.guards.signature import argument_names
+from stepgraph.core.tracebacks import entry_point, trim
+from stepgraph.core.wording import quantities, with_article
 
 _KEYWORDS = ("eager", "cache_key")
 """Keywords of an installed method that are not passed on."""

@@ -16,17 +16,17 @@ from typing import Any
 from torch.optim import Optimizer
 
 from stepgraph.config.spellings import at_least_one_step
-from stepgraph.errors import InvalidArgument, StepgraphError
-from stepgraph.frames import untraced
-from stepgraph.optim.optimizer import OptimizerMode
-from stepgraph.session.options import checked
-from stepgraph.session.session import Session
-from stepgraph.step.options import StepOptions
-from stepgraph.step.refusals import refuse_no_step
-from stepgraph.step.report import Report
-from stepgraph.step.step import CapturedStep
-from stepgraph.tracebacks import entry_point, trim
-from stepgraph.wording import with_article
+from stepgraph.core.errors import InvalidArgument, StepgraphError
+from stepgraph.core.frames import untraced
+from stepgraph.engine.optim.optimizer import OptimizerMode
+from stepgraph.engine.call.options import checked
+from stepgraph.engine.call.session import Session
+from stepgraph.engine.step.options import StepOptions
+from stepgraph.engine.step.refusals import refuse_no_step
+from stepgraph.engine.step.report import Report
+from stepgraph.engine.step.step import CapturedStep
+from stepgraph.core.tracebacks import entry_point, trim
+from stepgraph.core.wording import with_article
 
 
 class OptimizerCudaGraphWrapper:

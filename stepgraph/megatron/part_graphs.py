@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from stepgraph.backends import is_capturing
-from stepgraph.errors import InvalidArgument, StepgraphError
-from stepgraph.frames import untraced
+from stepgraph.engine.backends import is_capturing
+from stepgraph.core.errors import InvalidArgument, StepgraphError
+from stepgraph.core.frames import untraced
 from stepgraph.megatron.samples import CallForm, Sample
-from stepgraph.modules.scopes import Part
-from stepgraph.order.entries import is_count
-from stepgraph.pair.module_method import ModuleMethod, called_method, put_in_place
-from stepgraph.tracebacks import trim
+from stepgraph.engine.parts.modules.scopes import Part
+from stepgraph.engine.order.entries import is_count
+from stepgraph.engine.record.pair.module_method import ModuleMethod, called_method, put_in_place
+from stepgraph.core.tracebacks import trim
 
 _PARTS = "_parts_with_graphs"
 """The attribute of a model chunk that lists its graphed parts."""

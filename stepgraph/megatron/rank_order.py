@@ -17,8 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from stepgraph.errors import InvalidArgument
-from stepgraph.order import (
+from stepgraph.core.errors import InvalidArgument
+from stepgraph.engine.order import (
     convert_schedule_table_to_order,
     count_microbatches,
     get_overlap_moe_expert_parallel_comm_order,

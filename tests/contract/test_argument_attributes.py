@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.signature.attributes import Attributes
+from stepgraph.core.tensor_attributes import Attributes
 
 
 class Kind(enum.Enum):

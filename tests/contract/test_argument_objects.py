@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 import stepgraph
-from stepgraph.tree import changed_containers, flatten, unflatten
+from stepgraph.core.tree import changed_containers, flatten, unflatten
 
 CALLS = 8
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.order import Order
+from stepgraph.engine.order import Order
 from tests.harness import same_bits
 from tests.module_harness import quiet
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import stepgraph
-from stepgraph.backends import Backend, Graph, Workspace
-from stepgraph.session.failure import capture_error
+from stepgraph.engine.backends import Backend, Graph, Workspace
+from stepgraph.engine.call.failure import capture_error
 from tests.harness import operators_of
 
 

@@ -42,7 +42,7 @@ def assert_equal(
     graph(graphed, device)
     torch.manual_seed(11)
     assert_same_history(expected, graphed.run(device), "graphed differs from eager")
-    assert stepgraph.callables.report(graphed.model.layers[0]).forwards >= 10  # type: ignore[index]
+    assert stepgraph.engine.parts.callables.report(graphed.model.layers[0]).forwards >= 10  # type: ignore[index]
 
 
 @pytest.mark.parametrize("zero", ["none", "zero", "never"])
@@ -136,14 +136,14 @@ def test_forward_is_replaced_while_the_training_flag_matches(device: torch.devic
     layer.eval()
     x = torch.randn(7, WIDTH, device=device)
     assert torch.equal(layer(x), type(layer).forward(layer, x))
-    assert stepgraph.callables.report(layer).forwards == 0
+    assert stepgraph.engine.parts.callables.report(layer).forwards == 0
     layer.train()
     layer.dropout.eval()  # a mode inside is a mode too
     layer(x)
-    assert stepgraph.callables.report(layer).forwards == 0
+    assert stepgraph.engine.parts.callables.report(layer).forwards == 0
     layer.train()
     layer(torch.randn(4, WIDTH, device=device))
-    assert stepgraph.callables.report(layer).forwards == 1
+    assert stepgraph.engine.parts.callables.report(layer).forwards == 1
 
 
 def test_warm_up_and_capture_leave_no_trace(device: torch.device) -> None:
@@ -220,7 +220,7 @@ def test_evaluation_without_gradients_replays(device: torch.device) -> None:
         for _ in range(3):
             x = torch.randn(4, WIDTH, device=device)
             assert torch.equal(layer(x), type(layer).forward(layer, x))
-    assert stepgraph.callables.report(layer).forwards == 3
+    assert stepgraph.engine.parts.callables.report(layer).forwards == 3
     with torch.inference_mode():
         x = torch.randn(4, WIDTH, device=device)
         assert torch.equal(layer(x), type(layer).forward(layer, x))
@@ -245,7 +245,7 @@ def test_reset_restores_the_forward(device: torch.device) -> None:
     first.reset()
     assert not {"forward", "reset"} & set(vars(first))
     second(first(x)).sum().backward()
-    assert stepgraph.callables.report(second).forwards == 3
+    assert stepgraph.engine.parts.callables.report(second).forwards == 3
     second.reset()
     assert not {"forward", "reset"} & set(vars(second))
     stepgraph.make_graphed_callables(first, sample(device))  # and it can be captured again
@@ -259,7 +259,7 @@ def test_a_copy_of_a_graphed_module_is_a_plain_one(device: torch.device) -> None
     assert not isinstance(twin.forward, type(layer.forward))
     twin.reset()  # there is nothing to reset
     assert isinstance(pickle.loads(pickle.dumps(layer)), Layer)
-    assert stepgraph.callables.report(layer).num_graphs == 2
+    assert stepgraph.engine.parts.callables.report(layer).num_graphs == 2
     assert set(layer.state_dict()) == set(twin.state_dict())
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import stepgraph
-from stepgraph.errors import CaptureError, StepgraphWarning
-from stepgraph.order import Order
+from stepgraph.core.errors import CaptureError, StepgraphWarning
+from stepgraph.engine.order import Order
 from tests.callables_harness import WIDTH, Rank, assert_rank_equals_eager
 from tests.harness import same_bits
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.order import (
+from stepgraph.engine.order import (
     Order,
     convert_schedule_table_to_order,
     get_overlap_moe_expert_parallel_comm_order,

@@ -149,8 +149,8 @@ def test_calls_unlike_the_sample_are_refused_with_differences(device: torch.devi
         error = refusal(call, "sample-mismatch")
         assert expected in str(error)
         assert error.what.startswith("callables[0] (Layer): ")
-    assert stepgraph.callables.report(layer).refused == {"sample-mismatch": len(calls)}
-    assert f"sample-mismatch: {len(calls)}" in str(stepgraph.callables.report(layer))
+    assert stepgraph.engine.parts.callables.report(layer).refused == {"sample-mismatch": len(calls)}
+    assert f"sample-mismatch: {len(calls)}" in str(stepgraph.engine.parts.callables.report(layer))
     with torch.autocast(device.type, dtype=torch.bfloat16):
         error = refusal(lambda: layer(x_on(device), mask=mask), "sample-mismatch")
     assert f"autocast on {device.type}: changed" in str(error)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.order import Order, get_overlap_moe_expert_parallel_comm_order
+from stepgraph.engine.order import Order, get_overlap_moe_expert_parallel_comm_order
 from tests.callables_harness import WIDTH, Rank, assert_rank_equals_eager
 from tests.module_harness import Layer
 

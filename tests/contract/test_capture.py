@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.wording import counted
+from stepgraph.core.wording import counted
 from tests.harness import Program, assert_captured_equals_eager, different, snapshot
 
 

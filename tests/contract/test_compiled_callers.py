@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.callables.make_graphed import report
+from stepgraph.engine.parts.callables.make_graphed import report
 from tests.harness import same_bits
 
 Call = Callable[[torch.Tensor], torch.Tensor]

@@ -16,9 +16,9 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
 import stepgraph
-from stepgraph.observe.discovery import discovering
-from stepgraph.observe.finder import is_compiled, reachable
-from stepgraph.observe.step_objects import StepObjects
+from stepgraph.engine.observe.discovery import discovering
+from stepgraph.engine.observe.finder import is_compiled, reachable
+from stepgraph.engine.observe.step_objects import StepObjects
 
 
 class AttrDict(dict[str, Any]):

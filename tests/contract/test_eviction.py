@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.step import eviction
+from stepgraph.engine.step import eviction
 from tests.harness import Program, assert_captured_equals_eager
 
 REASON = "made room for a larger signature"

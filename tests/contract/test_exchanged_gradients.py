@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.grads.step_grads import are_exchanged
+from stepgraph.engine.grads.step_grads import are_exchanged
 from tests.harness import Program, assert_captured_equals_eager, same_bits
 
 

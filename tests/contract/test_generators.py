@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import stepgraph
-from stepgraph.backends import Backend, Graph
-from stepgraph.errors import CaptureRefused
-from stepgraph.rng.host_random import GeneratorWatch, refuse_rewound
+from stepgraph.engine.backends import Backend, Graph
+from stepgraph.core.errors import CaptureRefused
+from stepgraph.engine.backends.random.host_random import GeneratorWatch, refuse_rewound
 
 SEED = 5
 

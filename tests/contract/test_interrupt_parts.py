@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_stack
 
 import stepgraph
-from stepgraph.pair.record import PairCapture
+from stepgraph.engine.record.pair.record import PairCapture
 from tests.harness import different
 from tests.stage_harness import Pipeline
 
@@ -135,7 +135,7 @@ def test_interrupt_in_the_audit_of_callables(device: torch.device, interrupter: 
 
 
 def test_interrupt_while_modules_are_put_in_place(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    add: Callable[..., None] = stepgraph.modules.session.ModuleSession.add
+    add: Callable[..., None] = stepgraph.engine.parts.modules.session.ModuleSession.add
     trained, added = Trained(device), []
 
     def interrupted(session: Any, manager: Any) -> None:
@@ -144,7 +144,7 @@ def test_interrupt_while_modules_are_put_in_place(device: torch.device, monkeypa
             signal.raise_signal(signal.SIGINT)
         added.append(manager)
 
-    monkeypatch.setattr(stepgraph.modules.session.ModuleSession, "add", interrupted)
+    monkeypatch.setattr(stepgraph.engine.parts.modules.session.ModuleSession, "add", interrupted)
     with pytest.raises(KeyboardInterrupt):
         stepgraph.graph_modules(trained.model, ["0", "2"])
     assert all("forward" not in vars(module) for module in trained.model)

@@ -141,7 +141,7 @@ def test_module_of_a_library_that_counts_is_graphed(library: Any, device: torch.
     layer = stepgraph.make_graphed_callables(library.Counting(), (x,))
     for _ in range(4):
         layer(x).sum().backward()
-    assert stepgraph.callables.report(layer).forwards == 4
+    assert stepgraph.engine.parts.callables.report(layer).forwards == 4
 
 
 def test_value_read_by_executed_library_code_is_never_frozen(library: Any, device: torch.device) -> None:

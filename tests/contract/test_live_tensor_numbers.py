@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import stepgraph
-from stepgraph.optim.optimizer import capturable_on_cpu
+from stepgraph.engine.optim.optimizer import capturable_on_cpu
 from tests.harness import Program, assert_captured_equals_eager
 
 CALLS, WARM = 16, 3

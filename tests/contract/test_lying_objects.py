@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.observe.finder import devices, reachable
+from stepgraph.engine.observe.finder import devices, reachable
 
 
 class Lying:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.models import GPT, GPTConfig
+from stepgraph.lab.models import GPT, GPTConfig
 from tests.module_harness import Layer, Net, same_bits
 
 CONFIG = SimpleNamespace(cuda_graph_impl="local", cuda_graph_warmup_steps=2, use_te_rng_tracker=True)

@@ -13,8 +13,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import stepgraph
-from stepgraph.guards.optimizer import StateGuard
-from stepgraph.guards.protocol import told
+from stepgraph.engine.guards.optimizer import StateGuard
+from stepgraph.engine.guards.protocol import told
 from tests.contract.test_guards import CHANGE_AT, changing
 from tests.harness import Program, assert_captured_equals_eager
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import stepgraph
-from stepgraph.models import (
+from stepgraph.lab.models import (
     GPT,
     GPTConfig,
     Hybrid,
@@ -25,10 +25,10 @@ from stepgraph.models import (
     VisionMoE,
     VisionMoEConfig,
 )
-from stepgraph.models.experts import Experts, collect, dispatch, place_padded, place_sorted
-from stepgraph.models.linear import Linear, backward_dw
-from stepgraph.models.mamba import Mamba2
-from stepgraph.models.moe import MoE
+from stepgraph.lab.models.experts import Experts, collect, dispatch, place_padded, place_sorted
+from stepgraph.lab.models.linear import Linear, backward_dw
+from stepgraph.lab.models.mamba import Mamba2
+from stepgraph.lab.models.moe import MoE
 from tests.harness import Program, assert_captured_equals_eager
 from tests.module_harness import Note, Training, assert_graphed_equals_eager
 
@@ -127,7 +127,7 @@ def test_model_reading_counts_on_the_host_is_refused_at_its_line(device: torch.d
     error = caught.value
     assert error.rule == "host-read"
     assert error.where is not None
-    assert error.where.file.endswith("stepgraph/models/experts.py")
+    assert error.where.file.endswith("stepgraph/lab/models/experts.py")
     assert ".tolist()" in linecache.getline(error.where.file, error.where.line)
 
 

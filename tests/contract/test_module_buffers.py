@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stepgraph
-from stepgraph.models import GPT, GPTConfig
+from stepgraph.lab.models import GPT, GPTConfig
 from tests.module_harness import Layer, Net, Training, assert_graphed_equals_eager, only_row, training_of
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import stepgraph
-from stepgraph.models.linear import Linear, backward_dw
+from stepgraph.lab.models.linear import Linear, backward_dw
 from tests.module_harness import Note, Training, assert_graphed_equals_eager, quiet
 
 WIDTH, STEPS = 6, 7

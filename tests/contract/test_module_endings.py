@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.modules.manager import ModuleGraphs
+from stepgraph.engine.parts.modules.manager import ModuleGraphs
 from tests.module_harness import Layer, Net, same_bits, train
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph import ModuleReport
-from stepgraph.models import GPT, GPTConfig, Mamba, MambaConfig, MoEConfig, MoEGPT
+from stepgraph.lab.models import GPT, GPTConfig, Mamba, MambaConfig, MoEConfig, MoEGPT
 from tests.contract.module_programs import Training, assert_orders_equal_eager, order
 
 SEQUENCE = 12

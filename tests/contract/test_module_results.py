@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.tree import flatten
+from stepgraph.core.tree import flatten
 from tests.module_harness import (
     Layer,
     Net,

@@ -238,7 +238,7 @@ def test_report_says_what_stayed_eager_and_why(device: torch.device) -> None:
 
 @pytest.mark.slow
 def test_search_runs_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stepgraph.joined import fallback
+    from stepgraph.engine.step.fallback import fallback
 
     searches: list[Any] = []
     found = fallback.search

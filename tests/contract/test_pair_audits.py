@@ -134,7 +134,7 @@ def test_module_audit_comes_by_round_count(audit: Any, right: bool, device: torc
 
 def test_module_audit_comes_although_results_are_kept(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """An evaluation with gradients on, whose last result lives until the next: a call is under way at each call."""
-    monkeypatch.setattr("stepgraph.modules.manager._LONGEST_ROUND", 3)
+    monkeypatch.setattr("stepgraph.engine.parts.modules.manager._LONGEST_ROUND", 3)
     config = Holder()
     model = Net(Scaled(config)).to(device)
     x = torch.ones(4, 8, device=device)
@@ -341,7 +341,7 @@ def test_callable_audit_finds_a_nested_value(where: str, ordered: bool, plain: b
             made[0](x)
     config.set(1.0)
     made[0](x).sum().backward()
-    report = stepgraph.callables.report(made)
+    report = stepgraph.engine.parts.callables.report(made)
     assert report.audits == (0 if plain else 3)
     assert "1 of 1 kind" in report.equality
     assert report.equality in str(report)
@@ -354,7 +354,7 @@ def test_callable_unused_value_is_no_error(device: torch.device) -> None:
     for index in range(3):
         layer.note = index
         layer(x).sum().backward()
-    assert stepgraph.callables.report(layer).forwards == 3
+    assert stepgraph.engine.parts.callables.report(layer).forwards == 3
     layer.dropout.p = 0.5
     with pytest.raises(stepgraph.StateChanged, match=r"(?s)dropout\.p: 0\.0 -> 0\.5.*at operation"):
         layer(x)
@@ -384,7 +384,7 @@ def test_callables_audited_at_each_round_equal_eager(name: str, device: torch.de
     layers = [2] if max(order) == 1 else [1, 1]
     rank = assert_rank_equals_eager(lambda: Rank(device, order, layers), audit=1, **options)
     assert rank.graphed is not None
-    report = stepgraph.callables.report(rank.graphed)
+    report = stepgraph.engine.parts.callables.report(rank.graphed)
     assert report.audits >= 4
     assert report.to_dict()["audits"] == report.audits
 

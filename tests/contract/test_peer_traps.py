@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.models import GPT, GPTConfig
+from stepgraph.lab.models import GPT, GPTConfig
 from tests.harness import Program, assert_captured_equals_eager
 
 

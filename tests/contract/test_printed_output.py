@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import stepgraph
-from stepgraph.errors import StepgraphWarning
-from stepgraph.observe.output import Output
+from stepgraph.core.errors import StepgraphWarning
+from stepgraph.engine.observe.output import Output
 
 LOG = logging.getLogger("a user's")
 

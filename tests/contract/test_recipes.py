@@ -9,10 +9,10 @@ import torch
 
 import stepgraph
 from stepgraph.config.container import ConfigContainer
-from stepgraph.recipes import RECIPES
-from stepgraph.recipes.build import build_model
-from stepgraph.recipes.fit import for_cpu
-from stepgraph.recipes.layers import fewest_layers, with_layers
+from stepgraph.lab.recipes import RECIPES
+from stepgraph.lab.recipes.build import build_model
+from stepgraph.lab.recipes.fit import for_cpu
+from stepgraph.lab.recipes.layers import fewest_layers, with_layers
 from tests.harness import assert_same_history
 from tests.module_harness import Note, Training
 from tests.seeding import seed

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.backends.resizing import resized_by
+from stepgraph.engine.backends.resizing import resized_by
 from tests import resizing
 from tests.processes import run_to_end
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.tree import flatten
+from stepgraph.core.tree import flatten
 from tests.harness import assert_same_history
 from tests.module_harness import Note, Training, different, quiet
 
@@ -97,7 +97,7 @@ def graph_part(way: str, training: Training, device: torch.device) -> Callable[[
         manager = stepgraph.CudaGraphManager(None, part, "forward")
         return lambda: manager.report().replays
     stepgraph.make_graphed_callables(part, (torch.ones(4, WIDTH, device=device),), allow_unused_input=True)
-    return lambda: stepgraph.callables.report(part).forwards
+    return lambda: stepgraph.engine.parts.callables.report(part).forwards
 
 
 @pytest.mark.pairwise

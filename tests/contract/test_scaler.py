@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.optim.scaler import ScalerCapture, noticing_scalers
+from stepgraph.engine.optim.scaler import ScalerCapture, noticing_scalers
 from tests.harness import Program, assert_captured_equals_eager, same_bits
 
 

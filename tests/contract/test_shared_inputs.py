@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.step.arguments import StepArguments
+from stepgraph.engine.step.arguments import StepArguments
 
 
 def noted(

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stepgraph.backends import Graph, backend_for
-from stepgraph.pair.split_backward import input_gradients
+from stepgraph.engine.backends import Graph, backend_for
+from stepgraph.engine.record.pair.split_backward import input_gradients
 from tests.harness import same_bits
 
 WIDTH = 6

@@ -21,10 +21,10 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _python_dispatch
 
 import stepgraph
-from stepgraph.backends.threads import compiled_code_runs_eagerly, for_this_thread, replaced
-from stepgraph.guards.hooks import is_own, refuse_hooks
-from stepgraph.guards.registration import RegistrationEvents
-from stepgraph.optim.steps import all_have_hooks, at_optimizer_steps
+from stepgraph.engine.backends.threads import compiled_code_runs_eagerly, for_this_thread, replaced
+from stepgraph.engine.guards.hooks import is_own, refuse_hooks
+from stepgraph.engine.guards.registration import RegistrationEvents
+from stepgraph.engine.oplog.optimizer_steps import all_have_hooks, at_optimizer_steps
 from tests.harness import same_bits
 
 CALLS = 7

@@ -82,11 +82,11 @@ OPTIONAL = (
     "pynvml",
 )
 PROCESS_STATE = {
-    "stepgraph/collector.py": "_RESTS",
-    "stepgraph/backends/cuda/order.py": "_DRAWN",
-    "stepgraph/rng/tracker.py": "_TRACKERS",
-    "stepgraph/pair/shared.py": "_LIVE",
-    "stepgraph/step/definitions.py": "_CAPTURED",
+    "stepgraph/core/collector.py": "_RESTS",
+    "stepgraph/engine/backends/cuda/order.py": "_DRAWN",
+    "stepgraph/engine/backends/random/tracker.py": "_TRACKERS",
+    "stepgraph/engine/record/pair/shared.py": "_LIVE",
+    "stepgraph/engine/step/definitions.py": "_CAPTURED",
 }
 """The exceptions to the rule that no module holds state. Python has one garbage collector with one switch; torch has
 one tensor a generator that tells the kernels of all graphs where it is; torch has one default random generator a device
@@ -98,8 +98,8 @@ LONG_FUNCTIONS = {}
 """Longer functions, with their lines: a list that only shrinks."""
 MAX_ATTRIBUTES = 15
 LARGE_CLASSES = {
-    "stepgraph/guards/model.py:ModelGuard": 19,
-    "stepgraph/native/row.py:GuardRow": 17,
+    "stepgraph/engine/guards/model.py:ModelGuard": 19,
+    "stepgraph/engine/backends/native/row.py:GuardRow": 17,
 }
 """Classes with more attributes, with their number: a list that only shrinks."""
 MAX_TEST_NAME = 60
@@ -116,7 +116,7 @@ def name_of(path: Path) -> str:
 
 
 def dotted_name(path: Path) -> str:
-    """`stepgraph.order` for `stepgraph/order/__init__.py`."""
+    """`stepgraph.order` for `stepgraph/engine/order/__init__.py`."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -237,8 +237,8 @@ def test_import_reader_sees_every_form_of_import(tmp_path: Path, monkeypatch: py
         ("import stepgraph", {"stepgraph"}),
         ("from stepgraph import session", {"session"}),
         ("from stepgraph import Session, errors", {"stepgraph", "errors"}),
-        ("def f():\n    from stepgraph.session.session import Session", {"session"}),
-        ("if TYPE_CHECKING:\n    from stepgraph.session.session import Session", {"session"}),
+        ("def f():\n    from stepgraph.engine.call.session import Session", {"session"}),
+        ("if TYPE_CHECKING:\n    from stepgraph.engine.call.session import Session", {"session"}),
         ("from ..session import options", {"session"}),
         ("from . import model", {"guards"}),
         ("import torch", set()),
@@ -351,7 +351,7 @@ def test_public_names_are_what_the_package_imports() -> None:
         "import stepgraph; dir(stepgraph); stepgraph.InvalidArgument; stepgraph.order",
         "import runpy; sys.argv = ['stepgraph', '--help']; runpy.run_module('stepgraph')",
         "import runpy; sys.argv = ['stepgraph', 'demo', '--help']; runpy.run_module('stepgraph')",
-        "import stepgraph.inspect.check, stepgraph.advice.advise",  # torch is the script's process's
+        "import stepgraph.tools.checks.check, stepgraph.tools.advice.advise",  # torch is the script's process's
     ],
 )
 @pytest.mark.usefixtures("new_processes")
@@ -364,8 +364,8 @@ def test_import_and_help_load_no_torch(program: str) -> None:
 def test_modules_load_by_attribute_and_by_import() -> None:
     program = (
         "import stepgraph\n"
-        "assert stepgraph.errors.StepgraphError is stepgraph.StepgraphError\n"
-        "import stepgraph.step.record, stepgraph.modules.graph_modules, stepgraph.joined.capture\n"
+        "assert stepgraph.core.errors.StepgraphError is stepgraph.StepgraphError\n"
+        "import stepgraph.engine.step.record, stepgraph.engine.parts.modules.graph_modules, stepgraph.engine.step.capture\n"
         "plain = {'order', 'VALID_CUDA_GRAPH_IMPLS', 'VALID_CUDA_GRAPH_SCOPES'}\n"
         "assert all(callable(getattr(stepgraph, name)) for name in stepgraph.__all__ if name not in plain)\n"
         "stepgraph.captur\n"

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import stepgraph
-from stepgraph import catalogue
+from stepgraph.core import catalogue
 from tests import readme
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import stepgraph
-from stepgraph.joined import ranks
+from stepgraph.engine.step.fallback import ranks
 from tests.distributed.ranks import end_together
 from tests.harness import Program, assert_captured_equals_eager, assert_same_history, run
 
@@ -164,7 +164,7 @@ def workflow(*names: str, num_warmup_iters: int = 11) -> None:
         torch.manual_seed(11)
         received = run(program, program.step, CPU)
         assert_same_history(expected, received, f"{name}: graphed DDP differs from eager DDP")
-        report = stepgraph.callables.report(graphed)
+        report = stepgraph.engine.parts.callables.report(graphed)
         assert (report.forwards, report.eager_calls) == (len(program.batches), 0), name
         graphed.reset()
         assert "forward" not in vars(model.module)

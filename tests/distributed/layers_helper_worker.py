@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import stepgraph
-from stepgraph.models import GPTConfig, VisionConfig, VisionEncoder
+from stepgraph.lab.models import GPTConfig, VisionConfig, VisionEncoder
 from tests.distributed.ranks import end_together
 from tests.pipeline_rank import BATCH, SEQUENCE, Chunk
 

@@ -7,7 +7,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from stepgraph.order import order_from_pipelining
+from stepgraph.engine.order import order_from_pipelining
 from tests.distributed.ranks import end_together
 from tests.pipeline import SCHEDULES, actions_of, make_schedule, recorded_step
 

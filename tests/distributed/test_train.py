@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph.train import finetune, pretrain
-from stepgraph.train.checkpoint import held
-from stepgraph.train.ranks import Ranks
+from stepgraph.lab.train import finetune, pretrain
+from stepgraph.lab.train.checkpoint import held
+from stepgraph.lab.train.ranks import Ranks
 from tests.distributed.ranks import meeting_place
 from tests.processes import run_to_end
 from tests.train_harness import tiny

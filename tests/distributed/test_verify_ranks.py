@@ -77,7 +77,7 @@ for index in range(8):
 """
 RANK = """
 import os, pathlib, sys
-from stepgraph.cli import app
+from stepgraph.commands.cli import app
 
 try:
     app(["verify", *sys.argv[1:]])

@@ -29,7 +29,7 @@ from tests.generated.program import Program, draw, literal
 from tests.generated.shrink import FAILED, TRIES, shrink
 from tests.generated.source import as_script
 
-IMPORTED = ("torch._dynamo", "torch.distributed.pipelining", "stepgraph.observe.steps")
+IMPORTED = ("torch._dynamo", "torch.distributed.pipelining", "stepgraph.tools.script.steps")
 ENGINES = ("capture", "modules", "callables", "stage")
 
 

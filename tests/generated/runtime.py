@@ -351,7 +351,7 @@ class Callables(Engine):
             handle.forward.reset()
 
     def counts(self) -> dict[str, int]:
-        reports = [stepgraph.callables.report(handle) for handle in self.handles]
+        reports = [stepgraph.engine.parts.callables.report(handle) for handle in self.handles]
         return {
             "replays": sum(report.forwards for report in reports),
             "eager_calls": sum(report.eager_calls for report in reports),

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from stepgraph.train import RunReport, pretrain
+from stepgraph.lab.train import RunReport, pretrain
 from tests.train_harness import gpt, tiny
 
 CUDA = torch.device("cuda", 0)

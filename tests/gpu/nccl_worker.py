@@ -110,7 +110,7 @@ def workflow() -> None:
             torch.manual_seed(11)
             histories.append(run(program, program.step, CUDA))
         assert_same_history(*histories, f"{name}: graphed DDP differs from eager DDP")
-        report = stepgraph.callables.report(model)
+        report = stepgraph.engine.parts.callables.report(model)
         assert report.forwards == report.backwards == len(program.batches), name
         model.reset()
 

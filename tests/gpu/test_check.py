@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stepgraph.inspect.check import check
-from stepgraph.inspect.findings import Api
+from stepgraph.tools.checks.check import check
+from stepgraph.tools.checks.findings import Api
 from tests.check_harness import expected_in, found_by
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import stepgraph
-from stepgraph.backends import CopyStream
+from stepgraph.engine.backends import CopyStream
 
 pytestmark = pytest.mark.gpu
 

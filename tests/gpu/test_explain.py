@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stepgraph.inspect.explain import explain
+from stepgraph.tools.explain import explain
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]

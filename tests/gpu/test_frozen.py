@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import stepgraph
-from stepgraph.inspect.frozen import examine
-from stepgraph.inspect.frozen_report import FrozenReport, FrozenValue, State
+from stepgraph.tools.frozen_values.frozen import examine
+from stepgraph.tools.frozen_values.frozen_report import FrozenReport, FrozenValue, State
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("cuda.bindings", reason="nodes are read by cuda-bindings")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from stepgraph.recipes import recipe
-from stepgraph.recipes.fit import fit
-from stepgraph.train import RunReport, pretrain
+from stepgraph.lab.recipes import recipe
+from stepgraph.lab.recipes.fit import fit
+from stepgraph.lab.train import RunReport, pretrain
 
 pytestmark = pytest.mark.gpu
 FREE_BYTES = 40 * 2**30

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import stepgraph
-from stepgraph.inspect.partition import partition
+from stepgraph.tools.checks.partition import partition
 from tests.contract.test_on_error_modules import Model, program_of
 from tests.harness import Program, assert_same_history, run
 from tests.hugging_face import WITH_EXPERTS

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.step import eviction
+from stepgraph.engine.step import eviction
 
 pytestmark = pytest.mark.gpu
 SIZES = [64, 128, 192, 256]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import stepgraph
 from stepgraph import get_cuda_rng_tracker
-from stepgraph.rng.host_random import GeneratorWatch
+from stepgraph.engine.backends.random.host_random import GeneratorWatch
 from tests.harness import same_bits
 
 pytestmark = pytest.mark.gpu

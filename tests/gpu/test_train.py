@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from stepgraph.config.container import ConfigContainer
-from stepgraph.recipes import recipe
-from stepgraph.recipes.fit import for_cpu
-from stepgraph.train import RunReport, finetune, pretrain
+from stepgraph.lab.recipes import recipe
+from stepgraph.lab.recipes.fit import for_cpu
+from stepgraph.lab.train import RunReport, finetune, pretrain
 from tests.train_harness import gpt, tiny
 
 pytestmark = pytest.mark.gpu

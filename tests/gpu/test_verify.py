@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.observe.program import Program
-from stepgraph.proof.compare import compare
+from stepgraph.tools.program import Program
+from stepgraph.tools.verification.compare import compare
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"

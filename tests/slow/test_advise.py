@@ -10,13 +10,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from stepgraph.advice.trial import try_captures
-from stepgraph.cli import app
-from stepgraph.script.run import Script, Status, run_script
+from stepgraph.tools.advice.trial import try_captures
+from stepgraph.commands.cli import app
+from stepgraph.tools.script.run import Script, Status, run_script
 from tests.check_harness import run_here
 
 long = pytest.mark.long
-PROBE = "stepgraph.advice.measure:MeasureProbe"
+PROBE = "stepgraph.tools.advice.measure:MeasureProbe"
 ROOT = Path(__file__).parents[2]
 LOOP = """
 import torch
@@ -141,7 +141,7 @@ def test_advise_answers_scripts_without_steps(program: str, code: int, rule: str
     found, values, stderr = advised(program)
     assert found == code
     assert values["error"]["rule"] == rule
-    assert "stepgraph/advice" not in stderr, "the traceback is the script's alone"
+    assert "stepgraph/tools/advice" not in stderr, "the traceback is the script's alone"
 
 
 FAILING = {

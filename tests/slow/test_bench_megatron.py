@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from stepgraph import recipes
-from stepgraph.bench import megatron_core
-from stepgraph.recipes.build import build_model
+from stepgraph.lab import recipes
+from stepgraph.lab.bench import megatron_core
+from stepgraph.lab.recipes.build import build_model
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 

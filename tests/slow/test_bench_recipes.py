@@ -5,8 +5,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from stepgraph.cli import app
-from stepgraph.recipes import RECIPES
+from stepgraph.commands.cli import app
+from stepgraph.lab.recipes import RECIPES
 
 SMALL = ["-sl", "16", "-gb", "1", "--steps", "1", "model.vocab_size=256"]
 

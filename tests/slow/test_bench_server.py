@@ -12,7 +12,7 @@ from tests.forked import NONE
 
 PROGRAM = """
 import json, os, pathlib
-from stepgraph.bench import worker
+from stepgraph.lab.bench import worker
 worker.prepare()
 import torch
 children = [pathlib.Path(f"/proc/self/task/{task}/children") for task in os.listdir("/proc/self/task")]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stepgraph.inspect.findings import GROUPS
+from stepgraph.tools.checks.findings import GROUPS
 from tests.check_harness import check_here, expected_in, found_by
 
 HEAD = """\

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.nn.modules import module
 
-from stepgraph.inspect.check import CheckReport
+from stepgraph.tools.checks.check import CheckReport
 from tests.check_harness import check_here, found_by
 
 HEAD = """\

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from stepgraph.inspect.check import check
-from stepgraph.inspect.findings import Api
-from stepgraph.script.request import Status
+from stepgraph.tools.checks.check import check
+from stepgraph.tools.checks.findings import Api
+from stepgraph.tools.script.request import Status
 from tests.check_harness import check_here, expected_in, found_by
 from tests.forked import NESTED, NONE
 from tests.processes import run_to_end

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stepgraph.cli import COMMANDS
+from stepgraph.commands.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 SEEDED = {"random", "numpy.random", "torch's generator"}

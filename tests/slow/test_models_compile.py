@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stepgraph.models import GPT, GPTConfig, Mamba, MambaConfig, MoEConfig, MoEGPT
+from stepgraph.lab.models import GPT, GPTConfig, Mamba, MambaConfig, MoEConfig, MoEGPT
 
 
 @pytest.mark.parametrize(

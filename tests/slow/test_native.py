@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from stepgraph.cli import app
-from stepgraph.errors import BuildError, StepgraphWarning
-from stepgraph.guards.layout import layout_of
-from stepgraph.native import library
-from stepgraph.native.row import GuardRow
+from stepgraph.commands.cli import app
+from stepgraph.core.errors import BuildError, StepgraphWarning
+from stepgraph.engine.guards.layout import layout_of
+from stepgraph.engine.backends.native import library
+from stepgraph.engine.backends.native.row import GuardRow
 from tests.forked import NONE
 
 ROOT = Path(__file__).parents[2]
@@ -245,7 +245,7 @@ def test_suites_pass_with_the_library(folder: Path, which: str) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout
-    program = "from stepgraph.native.library import native_row; assert native_row() is not None"
+    program = "from stepgraph.engine.backends.native.library import native_row; assert native_row() is not None"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, check=True, timeout=60)
 
 
@@ -271,7 +271,7 @@ def test_truncated_library_ends_no_process(share: float, folder: Path, tmp_path:
     part = tmp_path / built.relative_to(folder)
     part.parent.mkdir(parents=True)
     part.write_bytes(built.read_bytes()[: int(share * built.stat().st_size)])
-    program = "from stepgraph.native.library import native_row; print(native_row())"
+    program = "from stepgraph.engine.backends.native.library import native_row; print(native_row())"
     environment = os.environ | NONE | {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "None\n")

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from stepgraph.bench import report_html
-from stepgraph.bench.compare import compare
-from stepgraph.bench.mechanisms import Mechanism
+from stepgraph.lab.bench import report_html
+from stepgraph.lab.bench.compare import compare
+from stepgraph.lab.bench.mechanisms import Mechanism
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [

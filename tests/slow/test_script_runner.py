@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph.errors import InvalidArgument, NoStepError, ScriptError
-from stepgraph.script.run import Outcome, Script, Status, refuse_unjudged, run_script
+from stepgraph.core.errors import InvalidArgument, NoStepError, ScriptError
+from stepgraph.tools.script.run import Outcome, Script, Status, refuse_unjudged, run_script
 from tests.forked import NESTED, NONE
 
 ROOT = Path(__file__).parents[2]
@@ -429,7 +429,7 @@ def test_timeout_ends_workers_and_sessions_of_others() -> None:
 PARENT = """
 import sys
 from stepgraph.commands.base import Stopped, Stops
-from stepgraph.script.run import Script, run_script
+from stepgraph.tools.script.run import Script, run_script
 stops = Stops(None)
 with stops.watched():
     try:
@@ -507,7 +507,7 @@ RANK = """
 import os, sys
 from stepgraph.commands.base import ExitCode, Result
 from stepgraph.commands.script_options import agreed
-from stepgraph.script.run import Script, refuse_unjudged, run_script
+from stepgraph.tools.script.run import Script, refuse_unjudged, run_script
 import typer
 script = Script("train.py", tuple(sys.argv[1:]))
 outcome = run_script(script, "tests.probes:Recorder", {"steps": 3}, stdout_to_stderr=True)

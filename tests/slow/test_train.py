@@ -11,13 +11,13 @@ from torch import nn
 
 import stepgraph
 from stepgraph.config.container import ConfigContainer
-from stepgraph.errors import NonFinite
-from stepgraph.models import GPT
-from stepgraph.recipes import recipe
-from stepgraph.recipes.build import build_model
-from stepgraph.recipes.fit import for_cpu
-from stepgraph.train import finetune, pretrain
-from stepgraph.train.checkpoint import checkpoints_in
+from stepgraph.core.errors import NonFinite
+from stepgraph.lab.models import GPT
+from stepgraph.lab.recipes import recipe
+from stepgraph.lab.recipes.build import build_model
+from stepgraph.lab.recipes.fit import for_cpu
+from stepgraph.lab.train import finetune, pretrain
+from stepgraph.lab.train.checkpoint import checkpoints_in
 from tests.train_harness import gpt, tiny
 
 GRAPHED = ("scopes", "layers", "iteration", "te")

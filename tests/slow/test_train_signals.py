@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from stepgraph.train import pretrain
-from stepgraph.train.checkpoint import checkpoints_in
+from stepgraph.lab.train import pretrain
+from stepgraph.lab.train.checkpoint import checkpoints_in
 from tests.distributed.ranks import meeting_place
 from tests.train_harness import gpt, tiny
 

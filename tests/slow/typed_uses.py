@@ -8,8 +8,8 @@ from typing import Any, assert_type
 import torch
 
 import stepgraph
-from stepgraph.callables.graphed import GraphedCallable
-from stepgraph.step.step import CapturedStep
+from stepgraph.engine.parts.callables.graphed import GraphedCallable
+from stepgraph.engine.step.step import CapturedStep
 
 
 def train(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:

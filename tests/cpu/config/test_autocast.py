@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import stepgraph
-from stepgraph.models import GPT, GPTConfig
+from stepgraph.lab.models import GPT, GPTConfig
 
 TINY = replace(GPTConfig.tiny(), num_layers=1, hidden_size=32, ffn_size=32)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -13,7 +13,7 @@ from stepgraph.config.bounds import BOUNDS, Bounds
 from stepgraph.config.environment import Environment
 from stepgraph.config.overrides import apply_overrides
 from stepgraph.config.values import types_of
-from stepgraph.errors import StepgraphError
+from stepgraph.core.errors import StepgraphError
 
 
 def numbers() -> Iterator[str]:

@@ -14,7 +14,7 @@ import torch
 import stepgraph
 from stepgraph.config.environment import Environment
 from stepgraph.config.objects import checked_settings
-from stepgraph.models import GPT, GPTConfig
+from stepgraph.lab.models import GPT, GPTConfig
 
 TINY = replace(GPTConfig.tiny(), hidden_size=32, ffn_size=32)
 HOPPER = Environment(compute_capability=(9, 0))

@@ -12,7 +12,7 @@ import pytest
 import stepgraph
 from stepgraph.config.overrides import CommandLine
 from stepgraph.config.spellings import GraphSettings
-from stepgraph.modules.options import ModuleOptions, options_from
+from stepgraph.engine.parts.modules.options import ModuleOptions, options_from
 
 
 class CudaGraphScope(enum.Enum):

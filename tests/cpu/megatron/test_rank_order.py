@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from stepgraph.errors import InvalidArgument
+from stepgraph.core.errors import InvalidArgument
 from stepgraph.megatron.rank_order import order_of_rank
-from stepgraph.order import read_order, samples_of
+from stepgraph.engine.order import read_order, samples_of
 
 
 def config(size: int, microbatches: int | None = None, **fields: Any) -> SimpleNamespace:

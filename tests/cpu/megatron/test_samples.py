@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from stepgraph.errors import InvalidArgument
+from stepgraph.core.errors import InvalidArgument
 from stepgraph.megatron.samples import CallForm, Sizes, sample_of_layer, samples_of_parts
-from stepgraph.models import GPT, GPTConfig, MoEConfig, MoEGPT, VisionConfig, VisionEncoder
-from stepgraph.modules.scopes import Part
+from stepgraph.lab.models import GPT, GPTConfig, MoEConfig, MoEGPT, VisionConfig, VisionEncoder
+from stepgraph.engine.parts.modules.scopes import Part
 
 SIZES = Sizes(seq_length=6, micro_batch_size=3, hidden_size=64)
 

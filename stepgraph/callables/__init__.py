@@ -1,9 +1,0 @@
-"""Graphs captured ahead of training, from sample arguments and an order.
-
-`make_graphed_callables` has torch's contract without an order, and Transformer Engine's with one.
-"""
-
-from stepgraph.callables.graphed import CallablesReport
-from stepgraph.callables.make_graphed import make_graphed_callables, report
-
-__all__ = ["CallablesReport", "make_graphed_callables", "report"]
