@@ -45,11 +45,11 @@ from advise_scripts import WORKLOADS, with_lines
 from whole_step import ROOT, begin, command_line, name_list, progress, run_and_report
 from whole_step_report import Record, Rows, as_page, number
 
-from stepgraph.tools.advice.decide import DO_NOT, WHOLE_STEP, WORTHWHILE, Bound
 from stepgraph.lab.bench import worker as bench_worker
 from stepgraph.lab.bench.jobs import JobServer
-from stepgraph.tools.measure import elapsed_ms, mark, peaks_of
 from stepgraph.lab.bench.server import attempted
+from stepgraph.tools.advice.decide import DO_NOT, WHOLE_STEP, WORTHWHILE, Bound
+from stepgraph.tools.measure import elapsed_ms, mark, peaks_of
 
 TIME_TARGET, MEMORY_TARGET = 10.0, 15.0
 """Percent."""

@@ -39,9 +39,9 @@ from whole_step_report import Record, Rows, as_page, number
 
 import stepgraph
 from stepgraph.lab.bench import worker as bench_worker
-from stepgraph.tools.measure import peaks_of, reset_peaks, wall_ms
 from stepgraph.lab.bench.server import attempted
 from stepgraph.lab.models import GPT, GPTConfig
+from stepgraph.tools.measure import peaks_of, reset_peaks, wall_ms
 
 TARGET_RATIO = 1.3
 """The most that eight signatures may take, in pools of the largest."""

@@ -32,9 +32,9 @@ from whole_step_report import Record, as_page, number
 from whole_step_variants import build_batches, build_model, fused_adamw, plain_step
 
 import stepgraph
-from stepgraph.tools.measure import wall_ms
-from stepgraph.engine.oplog import OpLog, Vocabulary
 from stepgraph.engine.call.proof import next_audit
+from stepgraph.engine.oplog import OpLog, Vocabulary
+from stepgraph.tools.measure import wall_ms
 
 STEPS = 100_000
 TARGET_PERCENT = 0.5

@@ -137,11 +137,11 @@ def records(result: dict[str, Any], workload: str) -> dict[str, dict[str, Any]]:
 
 def of_comparison(path: Path) -> Figures:
     """Return the figures of a result of `stepgraph bench --compare`."""
+    from stepgraph.config.container import ConfigContainer
+    from stepgraph.config.environment import Environment
     from stepgraph.lab.bench.compare import compare
     from stepgraph.lab.bench.mechanisms import all_mechanisms
     from stepgraph.lab.bench.report_html import losses_in_words
-    from stepgraph.config.container import ConfigContainer
-    from stepgraph.config.environment import Environment
 
     result = json.loads(path.read_text())
     cfg, facts = ConfigContainer.from_dict(result["request"]["config"]), result["facts"]

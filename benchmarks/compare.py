@@ -34,14 +34,14 @@ import torch
 from whole_step import begin, count, machine_facts, name_list
 from whole_step_report import markdown_table
 
+from stepgraph.config.container import ConfigContainer
+from stepgraph.config.environment import Environment
+from stepgraph.config.overrides import apply_overrides
 from stepgraph.lab.bench.compare import Comparison, Row, compare, plan, run_all
 from stepgraph.lab.bench.jobs import JobServer
 from stepgraph.lab.bench.mechanisms import all_mechanisms, mechanisms_for, select
 from stepgraph.lab.bench.report_html import losses_in_words, remarks
 from stepgraph.lab.bench.results import ResultFile, write_whole
-from stepgraph.config.container import ConfigContainer
-from stepgraph.config.environment import Environment
-from stepgraph.config.overrides import apply_overrides
 from stepgraph.lab.recipes import recipe
 from stepgraph.lab.recipes.fit import fit
 

@@ -44,8 +44,8 @@ from whole_step_report import Record, Rows, as_page, number
 
 import stepgraph
 from stepgraph.lab.bench import worker as bench_worker
-from stepgraph.tools.measure import host_ms
 from stepgraph.lab.bench.server import attempted
+from stepgraph.tools.measure import host_ms
 
 PARAMETERS = ("150", "1000")
 PASSED_ON = ("calls",)

@@ -16,9 +16,9 @@ from whole_step_report import MICROBATCHES
 from whole_step_variants import WARMUP, fused_adamw
 
 import stepgraph
-from stepgraph.tools.measure import reset_peaks
 from stepgraph.lab.bench.megatron_core import ScheduledSteps, Shape, build_gpt
 from stepgraph.lab.models import GPTConfig
+from stepgraph.tools.measure import reset_peaks
 
 
 def shape_of(config: GPTConfig) -> Shape:

@@ -14,9 +14,9 @@ from whole_step_report import MICROBATCHES, Record
 from whole_step_variants import Step, accumulate, fused_adamw, plain_step
 
 import stepgraph
-from stepgraph.tools.measure import reset_peaks
 from stepgraph.lab.bench.mechanisms import graph_layers
 from stepgraph.lab.models import GPT, GPTConfig, MoEConfig, MoEGPT
+from stepgraph.tools.measure import reset_peaks
 
 AUX_WEIGHT = 0.01
 """Weight of the experts' balance in the loss."""

@@ -32,8 +32,8 @@ from whole_step_report import Record, Rows, as_page, number
 
 import stepgraph
 from stepgraph.lab.bench import worker as bench_worker
-from stepgraph.tools.measure import wall_ms
 from stepgraph.lab.bench.server import attempted
+from stepgraph.tools.measure import wall_ms
 
 MODELS = ("mixtral", "qwen3_moe")
 WAY = "modules"

@@ -15,11 +15,11 @@ from whole_step_report import Record, State, compare
 from whole_step_variants import copied, fused_adamw, peak_bytes, time_steps, trained_state
 
 import stepgraph
-from stepgraph.tools.measure import reset_peaks
+from stepgraph.engine.order import Kind, read_order
 from stepgraph.lab.models import GPTConfig
 from stepgraph.lab.models.attention import RotaryPositions
 from stepgraph.lab.models.gpt import Block
-from stepgraph.engine.order import Kind, read_order
+from stepgraph.tools.measure import reset_peaks
 
 WARM_STEPS = 6
 HOST_CALLS = 5

@@ -40,9 +40,9 @@ import torch.distributed as dist
 from whole_step import Job, begin, command_line, name_list, run_all, run_alone, run_and_report
 from whole_step_report import Record, Rows, as_page, number
 
+from stepgraph.config.container import ConfigContainer
 from stepgraph.lab.bench import worker as bench_worker
 from stepgraph.lab.bench.server import attempted
-from stepgraph.config.container import ConfigContainer
 from stepgraph.lab.recipes import recipe
 from stepgraph.lab.recipes.fit import for_cpu
 from stepgraph.lab.train import pretrain

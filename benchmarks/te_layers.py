@@ -55,8 +55,8 @@ from whole_step_report import GIB, Record, Rows, Target, as_page, engine_rows, e
 from whole_step_variants import time_block
 
 from stepgraph.lab.bench import worker as bench_worker
-from stepgraph.tools.measure import peaks_of
 from stepgraph.lab.bench.server import attempted
+from stepgraph.tools.measure import peaks_of
 
 HIDDEN, FFN, HEADS, SEQUENCE, BATCH, MICROBATCHES = 1024, 4096, 16, 512, 2, 4
 BATCHES, FIRST_STEPS = 8, 10

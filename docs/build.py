@@ -11,10 +11,10 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-from stepgraph.core import catalogue
-from stepgraph.core.catalogue import Entry, Section
 from stepgraph.config.container import ConfigContainer
 from stepgraph.config.values import sentences_of, spelled, types_of
+from stepgraph.core import catalogue
+from stepgraph.core.catalogue import Entry, Section
 
 DOCS = Path(__file__).parent
 MARKER = "<!-- From here on built by `python docs/build.py` from stepgraph/core/catalogue. -->\n"

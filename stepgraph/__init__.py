@@ -13,13 +13,6 @@ from stepgraph.core.torch_import import importing_torch
 
 if TYPE_CHECKING:
     from stepgraph import order
-    from stepgraph.tools.advice.advise import AdviceReport, advise
-    from stepgraph.engine.backends import Backend, backend_for
-    from stepgraph.lab.bench.run import BenchResult, benchmark
-    from stepgraph.engine.memory.inputs import ArgMetadata
-    from stepgraph.engine.memory.reuse_pool import TensorReusePool
-    from stepgraph.engine.parts.callables.graphed import CallablesReport
-    from stepgraph.engine.parts.callables.make_graphed import make_graphed_callables
     from stepgraph.config.container import ConfigContainer
     from stepgraph.config.environment import Environment
     from stepgraph.config.overrides import set_cuda_graph_overrides
@@ -39,17 +32,14 @@ if TYPE_CHECKING:
         StepgraphError,
         StepgraphWarning,
     )
-    from stepgraph.tools.checks.check import CheckReport, check
-    from stepgraph.tools.doctor import DoctorReport, doctor
-    from stepgraph.tools.explain import Explanation, explain
-    from stepgraph.tools.frozen_values.frozen import frozen
-    from stepgraph.tools.frozen_values.frozen_report import FrozenReport
-    from stepgraph.engine.step.capture import capture
-    from stepgraph.megatron.layers_helper import TECudaGraphHelper
-    from stepgraph.megatron.manager import CudaGraphManager
-    from stepgraph.megatron.optimizer_wrapper import OptimizerCudaGraphWrapper
-    from stepgraph.megatron.part_graphs import set_current_microbatch
-    from stepgraph.megatron.vision_helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
+    from stepgraph.core.tree import tree_map
+    from stepgraph.engine.backends import Backend, backend_for
+    from stepgraph.engine.backends.random.tracker import CudaRNGStatesTracker, get_cuda_rng_tracker
+    from stepgraph.engine.call.session import Session
+    from stepgraph.engine.memory.inputs import ArgMetadata
+    from stepgraph.engine.memory.reuse_pool import TensorReusePool
+    from stepgraph.engine.parts.callables.graphed import CallablesReport
+    from stepgraph.engine.parts.callables.make_graphed import make_graphed_callables
     from stepgraph.engine.parts.modules.graph_modules import GraphedModules, graph_modules
     from stepgraph.engine.parts.modules.mismatch import get_mismatch_errors
     from stepgraph.engine.parts.modules.report import ModuleReport
@@ -62,15 +52,25 @@ if TYPE_CHECKING:
     )
     from stepgraph.engine.parts.modules.static_buffers import CudagraphBufferMetadata
     from stepgraph.engine.parts.stages.stage import GraphedStages, graph_stage
-    from stepgraph.tools.verification.report import VerifyReport
-    from stepgraph.tools.verification.verify import verify
-    from stepgraph.engine.backends.random.tracker import CudaRNGStatesTracker, get_cuda_rng_tracker
-    from stepgraph.engine.call.session import Session
+    from stepgraph.engine.step.capture import capture
     from stepgraph.engine.step.full_iteration import FullCudaGraphWrapper
     from stepgraph.engine.step.report import Report
     from stepgraph.engine.step.static_loader import StaticBufferLoader
     from stepgraph.engine.step.step import CapturedStep
-    from stepgraph.core.tree import tree_map
+    from stepgraph.lab.bench.run import BenchResult, benchmark
+    from stepgraph.megatron.layers_helper import TECudaGraphHelper
+    from stepgraph.megatron.manager import CudaGraphManager
+    from stepgraph.megatron.optimizer_wrapper import OptimizerCudaGraphWrapper
+    from stepgraph.megatron.part_graphs import set_current_microbatch
+    from stepgraph.megatron.vision_helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
+    from stepgraph.tools.advice.advise import AdviceReport, advise
+    from stepgraph.tools.checks.check import CheckReport, check
+    from stepgraph.tools.doctor import DoctorReport, doctor
+    from stepgraph.tools.explain import Explanation, explain
+    from stepgraph.tools.frozen_values.frozen import frozen
+    from stepgraph.tools.frozen_values.frozen_report import FrozenReport
+    from stepgraph.tools.verification.report import VerifyReport
+    from stepgraph.tools.verification.verify import verify
 
 __version__ = "0.1.0"
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from stepgraph.engine.order import Kind, read_order
 from stepgraph.lab.models.attention import RotaryPositions
 from stepgraph.lab.models.gpt import Block, GPTConfig
-from stepgraph.engine.order import Kind, read_order
 from tests.harness import Program, State, assert_same_history, snapshot
 from tests.seeding import seed
 

@@ -11,8 +11,8 @@ import typer
 
 from stepgraph.commands.base import AsJson, ExitCode, Result, code_line
 from stepgraph.commands.script_options import command_on, takes_script
-from stepgraph.tools.script.request import Script
 from stepgraph.core.wording import counted
+from stepgraph.tools.script.request import Script
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

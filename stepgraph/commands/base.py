@@ -33,9 +33,9 @@ import typer.core
 import stepgraph
 from stepgraph.core import catalogue
 from stepgraph.core.errors import InvalidArgument, NoStepError, ScriptError, StepgraphError, nearest, refusal_in
-from stepgraph.tools.script.ranks import is_first_rank, rank
 from stepgraph.core.strict_json import as_json
 from stepgraph.core.torch_import import importing_torch
+from stepgraph.tools.script.ranks import is_first_rank, rank
 
 if TYPE_CHECKING:
     import torch

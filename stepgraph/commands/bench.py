@@ -508,11 +508,11 @@ class Reporting:
 
 
 def _compared(asked: Asked, wanted: Wanted, device: torch.device, steps: int, how: Reporting) -> Result:
+    from stepgraph.config.environment import Environment
     from stepgraph.lab.bench import report_html
     from stepgraph.lab.bench.compare import compare
     from stepgraph.lab.bench.mechanisms import mechanisms_for, select
     from stepgraph.lab.bench.results import ResultFile, check_writable, machine_facts, write_whole
-    from stepgraph.config.environment import Environment
 
     if how.html is not None:
         report_html.check_place(how.html)

@@ -32,9 +32,9 @@ def demo(
     from rich.console import Console, Group
     from rich.text import Text
 
+    from stepgraph.engine.backends.native import library
     from stepgraph.lab.bench.demo import run_demo
     from stepgraph.lab.bench.demo_view import demo_progress, draw_demo, render_demo
-    from stepgraph.engine.backends.native import library
 
     with demo_progress(Console(stderr=True, quiet=as_json), steps) as on_step:
         result = run_demo(steps, seed, where, on_step)

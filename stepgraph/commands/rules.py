@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stepgraph.commands.base import AsJson, Result, code_line
 from stepgraph.core import catalogue
 from stepgraph.core.catalogue import KINDS, Entry
-from stepgraph.commands.base import AsJson, Result, code_line
 from stepgraph.core.errors import nearest
 from stepgraph.core.wording import counted
 

@@ -8,10 +8,10 @@ import typer
 
 from stepgraph.commands.base import AsJson, ExitCode, Result, Seed, code_line
 from stepgraph.commands.script_options import command_on, takes_script
+from stepgraph.core.wording import counted
 from stepgraph.tools.script.ranks import is_first_rank
 from stepgraph.tools.script.request import Script
 from stepgraph.tools.script.run import refuse_no_script
-from stepgraph.core.wording import counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -14,13 +14,13 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from stepgraph.core import catalogue
 from stepgraph.config.base import ConfigSections
 from stepgraph.config.environment import Environment
 from stepgraph.config.model import ModelSection
 from stepgraph.config.rules import broken_rules, data_parallel_size, finalised
 from stepgraph.config.spellings import GraphSettings, model_of
 from stepgraph.config.values import fitted, types_of
+from stepgraph.core import catalogue
 from stepgraph.core.errors import ConfigError, InvalidArgument, Violation
 
 _ITERATION = "full_iteration"

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from stepgraph.core import catalogue
 from stepgraph.config.base import ConfigSections
 from stepgraph.config.bounds import out_of_bounds
 from stepgraph.config.environment import Environment
 from stepgraph.config.model import ModelSection
+from stepgraph.core import catalogue
 from stepgraph.core.errors import Violation
 
 Rule = Callable[[ConfigSections, Environment], Iterable[str]]

@@ -27,13 +27,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stepgraph.engine.parts.callables.graphed import CallablesReport
-from stepgraph.engine.parts.callables.make_graphed import make_graphed_callables
 from stepgraph.config.objects import checked_settings
 from stepgraph.config.spellings import model_of
 from stepgraph.core.errors import InvalidArgument
 from stepgraph.core.frames import warn_user
+from stepgraph.core.tracebacks import entry_point
+from stepgraph.core.wording import with_article
+from stepgraph.engine.call.options import checked
 from stepgraph.engine.guards.hooks import spelled
+from stepgraph.engine.parts.callables.graphed import CallablesReport
+from stepgraph.engine.parts.callables.make_graphed import make_graphed_callables
+from stepgraph.engine.parts.modules.scopes import Part, ScopeRegistry
 from stepgraph.megatron.part_graphs import PartGraphs, graphs_in
 from stepgraph.megatron.rank_order import RankOrder, order_of_rank, setting
 from stepgraph.megatron.samples import (
@@ -45,10 +49,6 @@ from stepgraph.megatron.samples import (
     with_decoder_layers,
     with_samples,
 )
-from stepgraph.engine.parts.modules.scopes import Part, ScopeRegistry
-from stepgraph.engine.call.options import checked
-from stepgraph.core.tracebacks import entry_point
-from stepgraph.core.wording import with_article
 
 _log = logging.getLogger(__name__)
 

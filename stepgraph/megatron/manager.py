@@ -29,6 +29,11 @@ import torch
 from stepgraph.config.spellings import at_least_one_step
 from stepgraph.core.errors import InvalidArgument, StepgraphError, nearest
 from stepgraph.core.frames import untraced
+from stepgraph.core.tracebacks import entry_point, trim
+from stepgraph.core.wording import quantities, with_article
+from stepgraph.engine.call.options import checked
+from stepgraph.engine.call.report import outline
+from stepgraph.engine.guards.signature import argument_names
 from stepgraph.engine.parts.modules.graph_modules import refuse_graphed
 from stepgraph.engine.parts.modules.manager import ModuleGraphs
 from stepgraph.engine.parts.modules.options import options_from
@@ -36,11 +41,6 @@ from stepgraph.engine.parts.modules.report import ModuleReport, report_on
 from stepgraph.engine.parts.modules.session import ModuleSession
 from stepgraph.engine.parts.modules.static_buffers import CudagraphBufferMetadata, static_buffers
 from stepgraph.engine.record.pair.module_method import called_method, put_in_place
-from stepgraph.engine.call.options import checked
-from stepgraph.engine.call.report import outline
-from stepgraph.engine.guards.signature import argument_names
-from stepgraph.core.tracebacks import entry_point, trim
-from stepgraph.core.wording import quantities, with_article
 
 _KEYWORDS = ("eager", "cache_key")
 """Keywords of an installed method that are not passed on."""

@@ -18,15 +18,15 @@ from torch.optim import Optimizer
 from stepgraph.config.spellings import at_least_one_step
 from stepgraph.core.errors import InvalidArgument, StepgraphError
 from stepgraph.core.frames import untraced
-from stepgraph.engine.optim.optimizer import OptimizerMode
+from stepgraph.core.tracebacks import entry_point, trim
+from stepgraph.core.wording import with_article
 from stepgraph.engine.call.options import checked
 from stepgraph.engine.call.session import Session
+from stepgraph.engine.optim.optimizer import OptimizerMode
 from stepgraph.engine.step.options import StepOptions
 from stepgraph.engine.step.refusals import refuse_no_step
 from stepgraph.engine.step.report import Report
 from stepgraph.engine.step.step import CapturedStep
-from stepgraph.core.tracebacks import entry_point, trim
-from stepgraph.core.wording import with_article
 
 
 class OptimizerCudaGraphWrapper:

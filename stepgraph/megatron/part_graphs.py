@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from stepgraph.engine.backends import is_capturing
 from stepgraph.core.errors import InvalidArgument, StepgraphError
 from stepgraph.core.frames import untraced
-from stepgraph.megatron.samples import CallForm, Sample
-from stepgraph.engine.parts.modules.scopes import Part
-from stepgraph.engine.order.entries import is_count
-from stepgraph.engine.record.pair.module_method import ModuleMethod, called_method, put_in_place
 from stepgraph.core.tracebacks import trim
+from stepgraph.engine.backends import is_capturing
+from stepgraph.engine.order.entries import is_count
+from stepgraph.engine.parts.modules.scopes import Part
+from stepgraph.engine.record.pair.module_method import ModuleMethod, called_method, put_in_place
+from stepgraph.megatron.samples import CallForm, Sample
 
 _PARTS = "_parts_with_graphs"
 """The attribute of a model chunk that lists its graphed parts."""

@@ -26,14 +26,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from stepgraph.core.errors import InvalidArgument
+from stepgraph.core.tree import flatten, unflatten
+from stepgraph.engine.call.backend_choice import backend_of
+from stepgraph.engine.oplog.optimizer_steps import shadowed
 from stepgraph.engine.parts.callables.call_shape import detached
 from stepgraph.engine.parts.callables.warm_up import as_before
-from stepgraph.core.errors import InvalidArgument
 from stepgraph.engine.parts.modules.scopes import WORDS, Part, ScopeRegistry
-from stepgraph.engine.oplog.optimizer_steps import shadowed
 from stepgraph.engine.record.pair.module_method import called_method
-from stepgraph.engine.call.backend_choice import backend_of
-from stepgraph.core.tree import flatten, unflatten
 
 SampleArguments = Callable[[torch.nn.Module], tuple[Sequence[Any], dict[str, Any]]]
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from stepgraph.engine.parts.modules.scopes import Part, ScopeRegistry
 from stepgraph.megatron.layers_helper import VISION, TECudaGraphHelper
 from stepgraph.megatron.rank_order import RankOrder, setting
 from stepgraph.megatron.samples import SampleArguments
-from stepgraph.engine.parts.modules.scopes import Part, ScopeRegistry
 
 
 def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int = 4096) -> int:

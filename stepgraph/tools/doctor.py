@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import stepgraph
-from stepgraph.core import catalogue
 from stepgraph.config.base import ConfigSections
 from stepgraph.config.environment import Environment, blocking_wait, numbers_of
 from stepgraph.config.model import ModelSection
 from stepgraph.config.rules import RULES
+from stepgraph.core import catalogue
 
 __all__ = ["BrokenRule", "DoctorReport", "Gpu", "Part", "TorchFacts", "doctor"]
 

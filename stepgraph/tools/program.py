@@ -26,18 +26,18 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.optim.optimizer import Optimizer
 
-from stepgraph.engine.backends import backend_for
 from stepgraph.core.collector import state_of
+from stepgraph.core.storage import is_strided, refuse_lazy, storage_of
+from stepgraph.core.tensor_memory import SavedContents
+from stepgraph.core.tree import flatten, paths
+from stepgraph.engine.backends import backend_for
+from stepgraph.engine.backends.random.tracker import CudaRNGStatesTracker, tracker_for
+from stepgraph.engine.guards.host_values.parts import Place
 from stepgraph.engine.observe.finder import devices, named_reachable, named_with_variables
 from stepgraph.engine.observe.holdings import STATEFUL, Holdings
 from stepgraph.engine.observe.own_changes import ModelState
 from stepgraph.engine.observe.step_objects import numbered
 from stepgraph.engine.oplog.writes import Writes
-from stepgraph.engine.backends.random.tracker import CudaRNGStatesTracker, tracker_for
-from stepgraph.core.tensor_memory import SavedContents
-from stepgraph.core.storage import is_strided, refuse_lazy, storage_of
-from stepgraph.core.tree import flatten, paths
-from stepgraph.engine.guards.host_values.parts import Place
 
 __all__ = ["KINDS", "Key", "Program", "program_of"]
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import stepgraph
-from stepgraph.engine.backends import Backend, Graph
 from stepgraph.core.errors import CaptureRefused
+from stepgraph.engine.backends import Backend, Graph
 from stepgraph.engine.backends.random.host_random import GeneratorWatch, refuse_rewound
 
 SEED = 5

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import stepgraph
+from stepgraph.engine.order import convert_schedule_table_to_order, get_schedule_table
 from stepgraph.lab.models import GPT, GPTConfig, MoEConfig, MoEGPT
 from stepgraph.lab.models.attention import RotaryPositions
 from stepgraph.lab.models.moe import MoEBlock
-from stepgraph.engine.order import convert_schedule_table_to_order, get_schedule_table
 from tests.harness import Program, assert_same_history, different, snapshot
 from tests.module_harness import Note, Training
 from tests.pipeline_rank import BATCH, SEQUENCE, STEPS, WARM, Chunk, Rank, assert_rank_equals_eager

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.megatron.vision_helper import without_none
 from stepgraph.lab.models import VisionConfig, VisionEncoder, VisionLanguageConfig, VisionLanguageModel
+from stepgraph.megatron.vision_helper import without_none
 from tests.harness import Program, assert_captured_equals_eager, assert_same_history, different, snapshot
 from tests.module_harness import Note, Training
 from tests.pipeline_rank import STEPS, WARM, Rank, assert_rank_equals_eager

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import stepgraph
+from stepgraph.core.errors import NoStepError
 from stepgraph.tools.advice.advise import is_no
 from stepgraph.tools.advice.decide import DO_NOT, Bound, advise_on
-from stepgraph.core.errors import NoStepError
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]

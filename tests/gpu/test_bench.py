@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from stepgraph.config.container import ConfigContainer
+from stepgraph.config.environment import Environment
 from stepgraph.lab import recipes
 from stepgraph.lab.bench.hardware import find_gpu
 from stepgraph.lab.bench.mechanisms import mechanisms_for, named
 from stepgraph.lab.bench.run import BenchResult, benchmark
-from stepgraph.config.container import ConfigContainer
-from stepgraph.config.environment import Environment
 
 pytestmark = pytest.mark.gpu
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from stepgraph.tools.advice.trial import try_captures
 from stepgraph.commands.cli import app
+from stepgraph.tools.advice.trial import try_captures
 from stepgraph.tools.script.run import Script, Status, run_script
 from tests.check_harness import run_here
 

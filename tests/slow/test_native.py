@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 from stepgraph.commands.cli import app
 from stepgraph.core.errors import BuildError, StepgraphWarning
-from stepgraph.engine.guards.layout import layout_of
 from stepgraph.engine.backends.native import library
 from stepgraph.engine.backends.native.row import GuardRow
+from stepgraph.engine.guards.layout import layout_of
 from tests.forked import NONE
 
 ROOT = Path(__file__).parents[2]

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from stepgraph.commands.cli import app
 from stepgraph.commands.base import ExitCode
+from stepgraph.commands.cli import app
+from stepgraph.tools.script.run import Script
 from stepgraph.tools.verification.report import Verdict
 from stepgraph.tools.verification.verify_script import ScriptReport, verify_script
-from stepgraph.tools.script.run import Script
 
 HEAD = """
 import json, pathlib, sys

@@ -6,9 +6,9 @@ import os
 
 import torch
 
-from stepgraph.engine.backends.base import Backend, CopyStream, Graph, Reading, Workspace
 from stepgraph.core.errors import InvalidArgument
 from stepgraph.core.tracebacks import entry_point
+from stepgraph.engine.backends.base import Backend, CopyStream, Graph, Reading, Workspace
 
 __all__ = [
     "Backend",

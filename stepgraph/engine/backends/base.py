@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from stepgraph.engine.backends.nodes import Nodes
 from stepgraph.core.errors import CaptureRefused
+from stepgraph.engine.backends.nodes import Nodes
 
 
 @dataclass(slots=True)

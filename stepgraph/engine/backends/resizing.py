@@ -15,11 +15,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from stepgraph.engine.backends.base import Graph
-from stepgraph.engine.backends.threads import replaced
 from stepgraph.core.catalogue import entry
 from stepgraph.core.errors import CaptureRefused
 from stepgraph.core.frames import user_location
+from stepgraph.engine.backends.base import Graph
+from stepgraph.engine.backends.threads import replaced
 
 Resize: TypeAlias = Callable[[torch.UntypedStorage, int], Any]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from stepgraph.engine.backends import Backend, backend_for, backend_named
 from stepgraph.core.errors import InvalidArgument
-from stepgraph.engine.observe.finder import devices
+from stepgraph.engine.backends import Backend, backend_for, backend_named
 from stepgraph.engine.call.session import Session
+from stepgraph.engine.observe.finder import devices
 
 
 def choose_backend(

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from stepgraph.engine.backends import Backend
 from stepgraph.core.catalogue import Entry, entry, lookup
 from stepgraph.core.errors import CaptureError, CaptureRefused, Location, StepgraphError, refusal_in
 from stepgraph.core.frames import error_location, torch_function
+from stepgraph.engine.backends import Backend
 
 _READS = re.compile(r"\.(tolist|item|cpu|numpy)\(|\.to\(\s*(device\s*=\s*)?[\"']cpu")
 _READ_WITHIN_TORCH = frozenset(("host-read", "host-data", "tape-limit"))

@@ -12,10 +12,10 @@ import torch
 from stepgraph.core.errors import CaptureError, InvalidArgument, SignatureMismatch, StateChanged, nearest
 from stepgraph.core.frames import warn_user
 from stepgraph.engine.guards.protocol import Change
+from stepgraph.engine.guards.signature import Difference, Signature, find_differences
 from stepgraph.engine.observe.eager_call import to_ignore
 from stepgraph.engine.observe.lines import line_of_use
 from stepgraph.engine.oplog import Difference as OperationDifference
-from stepgraph.engine.guards.signature import Difference, Signature, find_differences
 
 _NUMBERS = (int, float, complex)
 

@@ -15,12 +15,12 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin,
 
 import torch
 
-from stepgraph.engine.backends import Backend, refuse_unknown_backend
 from stepgraph.core.errors import InvalidArgument, nearest
 from stepgraph.core.frames import warn_user
-from stepgraph.engine.call.session import Session
 from stepgraph.core.tracebacks import entry_point
 from stepgraph.core.wording import with_article
+from stepgraph.engine.backends import Backend, refuse_unknown_backend
+from stepgraph.engine.call.session import Session
 
 Audit = Literal["auto", False] | int
 OnError = Literal["raise", "eager", "modules"]

@@ -28,13 +28,13 @@ from torch.optim.optimizer import Optimizer
 
 from stepgraph.core.errors import CaptureError
 from stepgraph.core.frames import warn_user
+from stepgraph.engine.call.left_behind import LeftBehind
 from stepgraph.engine.guards.protocol import Change
 from stepgraph.engine.observe.step_objects import StepObjects, numbered
 from stepgraph.engine.oplog import Difference, Effects, Log, OpLog, Roles, Vocabulary, first_difference, noting_unseen
+from stepgraph.engine.oplog.optimizer_steps import at_optimizer_steps
 from stepgraph.engine.optim.optimizer import note_step
 from stepgraph.engine.optim.scaler import noting_scalers
-from stepgraph.engine.oplog.optimizer_steps import at_optimizer_steps
-from stepgraph.engine.call.left_behind import LeftBehind
 
 _MANY_UNTIL = 64
 """Replays up to which the next audit comes after 1.6 times as many, and then after four times as many."""

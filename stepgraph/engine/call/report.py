@@ -14,8 +14,8 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from stepgraph.engine.call.session import Session
 from stepgraph.core.wording import counted
+from stepgraph.engine.call.session import Session
 
 _NO_BACKEND = "not chosen yet"
 _WIDTH = 100

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stepgraph.engine.backends import Backend, Graph, Workspace, backend_for, backend_named
 from stepgraph.core.errors import ClosedError, InvalidArgument
-from stepgraph.engine.grads.step_grads import GradBuffers
 from stepgraph.core.tracebacks import entry_point
+from stepgraph.engine.backends import Backend, Graph, Workspace, backend_for, backend_named
+from stepgraph.engine.grads.step_grads import GradBuffers
 
 
 class _Listeners:

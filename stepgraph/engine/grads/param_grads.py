@@ -25,10 +25,10 @@ from dataclasses import dataclass
 
 import torch
 
-from stepgraph.engine.memory.borrowed import BorrowedTensor, lend_out
 from stepgraph.core.errors import CaptureError
 from stepgraph.engine.grads.other_uses import OtherUses
 from stepgraph.engine.grads.step_grads import is_same_memory
+from stepgraph.engine.memory.borrowed import BorrowedTensor, lend_out
 
 
 class GradSlot:

@@ -49,8 +49,8 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from stepgraph.core.errors import CaptureError
-from stepgraph.engine.oplog import current_log, left_out
 from stepgraph.core.storage import shape_of, special_kind
+from stepgraph.engine.oplog import current_log, left_out
 
 Attachment = list[tuple[torch.Tensor, torch.Tensor | None]]
 """Parameters and the tensors that become their `.grad`."""

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from stepgraph.core.storage import refuse_lazy
 from stepgraph.engine.backends.native.row import PLAIN_TENSORS, GuardRow
 from stepgraph.engine.guards.signature import compiler_guards
-from stepgraph.core.storage import refuse_lazy
 
 _NO_MESSAGE = [""]
 """The message of torch's guards, which is not used."""

@@ -16,10 +16,10 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
-from stepgraph.engine.backends.threads import entries, is_own, origin_of
 from stepgraph.core.errors import CaptureError
-from stepgraph.engine.guards.protocol import Change, Remedy
 from stepgraph.engine.backends.native.row import GuardRow
+from stepgraph.engine.backends.threads import entries, is_own, origin_of
+from stepgraph.engine.guards.protocol import Change, Remedy
 
 _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")

@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
-from stepgraph.engine.guards.protocol import Change, Remedy
-from stepgraph.engine.backends.native.row import GuardRow, Layout
 from stepgraph.core.storage import is_strided
+from stepgraph.engine.backends.native.row import GuardRow, Layout
+from stepgraph.engine.guards.protocol import Change, Remedy
 
 _data_ptr = torch.Tensor.data_ptr
 _stride = torch.Tensor.stride

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from stepgraph.engine.backends.native.row import GuardRow
 from stepgraph.engine.guards.hooks import HooksGuard, places_of
 from stepgraph.engine.guards.layout import Layouts, layouts_of
 from stepgraph.engine.guards.protocol import Change, Remedy
 from stepgraph.engine.guards.registration import RegistrationEvents
-from stepgraph.engine.backends.native.row import GuardRow
 
 _requires_grad = operator.attrgetter("requires_grad")
 _children = operator.attrgetter("_modules")

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from stepgraph.engine.backends.native.row import PLAIN_TENSORS, GuardRow, is_compared_by_identity
 from stepgraph.engine.guards.layout import asks_addresses, change_of, layouts_of
 from stepgraph.engine.guards.protocol import Change, Remedy
-from stepgraph.engine.backends.native.row import PLAIN_TENSORS, GuardRow, is_compared_by_identity
 from stepgraph.engine.oplog.optimizer_steps import STEP_HOOKS_OF_ALL, all_have_hooks, step_hooks, without_schedulers
 
 _CODE = ("step", "zero_grad")

@@ -12,8 +12,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Container, Sequence
 
-from stepgraph.engine.guards.protocol import Change, Remedy
 from stepgraph.engine.backends.native.row import GuardRow
+from stepgraph.engine.guards.protocol import Change, Remedy
 from stepgraph.engine.oplog import Log
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stepgraph.engine.guards.protocol import Change, Remedy
 from stepgraph.engine.backends.native.row import GuardRow
 from stepgraph.engine.backends.random.tracker import CudaRNGStatesTracker
+from stepgraph.engine.guards.protocol import Change, Remedy
 
 
 class NamesGuard:

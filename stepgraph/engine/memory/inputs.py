@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from stepgraph.core.errors import InvalidArgument
+from stepgraph.core.storage import address_of, is_strided
 from stepgraph.core.tensor_attributes import as_given
 from stepgraph.core.tensor_memory import alignment_of
-from stepgraph.core.storage import address_of, is_strided
 from stepgraph.core.tracebacks import entry_point
 from stepgraph.core.tree import Leaf
 

@@ -18,6 +18,9 @@ from typing import Any
 
 import torch
 
+from stepgraph.core.errors import CaptureError
+from stepgraph.core.storage import memory_of
+from stepgraph.core.tree import flatten, unflatten
 from stepgraph.engine.memory.borrowed import (
     BorrowedTensor,
     any_held,
@@ -26,9 +29,6 @@ from stepgraph.engine.memory.borrowed import (
     lend_out,
     sharing_memory,
 )
-from stepgraph.core.errors import CaptureError
-from stepgraph.core.storage import memory_of
-from stepgraph.core.tree import flatten, unflatten
 
 
 class StaticOutputs:

@@ -12,9 +12,9 @@ from collections import defaultdict
 
 import torch
 
-from stepgraph.engine.memory.inputs import ArgMetadata
 from stepgraph.core.errors import InvalidArgument
 from stepgraph.core.tracebacks import entry_point
+from stepgraph.engine.memory.inputs import ArgMetadata
 
 
 class TensorReusePool:

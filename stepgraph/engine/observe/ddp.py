@@ -34,10 +34,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from stepgraph.engine.backends import Backend
-from stepgraph.core.collector import objects_of
 from stepgraph.config.environment import blocking_wait
+from stepgraph.core.collector import objects_of
 from stepgraph.core.errors import CaptureError
+from stepgraph.engine.backends import Backend
 from stepgraph.engine.backends.native.row import GuardRow
 from stepgraph.engine.observe.step_objects import StepObjects
 

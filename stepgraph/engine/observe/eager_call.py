@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 
-from stepgraph.engine.backends.resizing import Resize, described, resized_by
 from stepgraph.core.catalogue import entry
 from stepgraph.core.errors import CaptureError, Location
+from stepgraph.core.executed_code import ExecutedCode
 from stepgraph.core.frames import user_location
+from stepgraph.engine.backends.random.host_random import GeneratorWatch, HostRandomWatch
+from stepgraph.engine.backends.resizing import Resize, described, resized_by
+from stepgraph.engine.guards.host_values.watch import Watch
 from stepgraph.engine.guards.protocol import Change
 from stepgraph.engine.observe.lines import line_of_change
 from stepgraph.engine.observe.module_attributes import ModuleAttributes
-from stepgraph.core.executed_code import ExecutedCode
-from stepgraph.engine.backends.random.host_random import GeneratorWatch, HostRandomWatch
-from stepgraph.engine.guards.host_values.watch import Watch
 
 _MAX_TOLD = 4
 _MANY = 4

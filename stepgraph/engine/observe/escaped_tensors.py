@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 from stepgraph.core.collector import address, addresses, collector_at_rest, objects_of
-from stepgraph.engine.observe.finder import Spot, spots_of
 from stepgraph.core.plain_values import attributes_of
-from stepgraph.engine.guards.host_values.naming import Label
 from stepgraph.core.wording import with_article
+from stepgraph.engine.guards.host_values.naming import Label
+from stepgraph.engine.observe.finder import Spot, spots_of
 
 _SEARCHING = threading.RLock()
 """One search at a time: a list of one search would look to another like a place that keeps tensors."""

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from stepgraph.core.plain_values import attributes_of
 from stepgraph.core.executed_code import ExecutedCode
+from stepgraph.core.plain_values import attributes_of
 from stepgraph.engine.guards.host_values.naming import Label
 from stepgraph.engine.guards.host_values.parts import Place
 from stepgraph.engine.guards.host_values.walk import Walk, Wants

@@ -13,8 +13,8 @@ from types import CodeType
 from typing import Any
 
 from stepgraph.core.errors import Location
-from stepgraph.core.frames import is_installed, is_users_code
 from stepgraph.core.executed_code import functions_behind
+from stepgraph.core.frames import is_installed, is_users_code
 
 _STORES = frozenset(f"{do}_{what}" for do in ("STORE", "DELETE") for what in ("ATTR", "GLOBAL", "DEREF", "NAME"))
 _ITEM_STORES = frozenset(("STORE_SUBSCR", "DELETE_SUBSCR"))

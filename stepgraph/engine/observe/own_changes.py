@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from stepgraph.core.plain_values import MISSING
 from stepgraph.engine.guards.layout import change_of, layouts_of
 from stepgraph.engine.guards.optimizer import NumbersGuard
 from stepgraph.engine.observe.module_attributes import Slots
-from stepgraph.core.plain_values import MISSING
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ import torch
 from torch.nn.utils import parametrize
 
 from stepgraph.core.errors import CaptureError
-from stepgraph.engine.observe.finder import Found
-from stepgraph.engine.observe.holdings import Kept, kept_as_it_is
 from stepgraph.core.plain_values import attributes_of, items_of, results_of
 from stepgraph.engine.guards.host_values.parts import Place, attribute_of
+from stepgraph.engine.observe.finder import Found
+from stepgraph.engine.observe.holdings import Kept, kept_as_it_is
 
 Selects = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 _DEPTH = 3

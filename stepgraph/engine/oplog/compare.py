@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from stepgraph.core.errors import Location
-from stepgraph.engine.oplog.log import BY_VALUE, FIELDS, RESULTS, TENSOR, Log, location_of
 from stepgraph.core.wording import counted
+from stepgraph.engine.oplog.log import BY_VALUE, FIELDS, RESULTS, TENSOR, Log, location_of
 
 _NOTHING = ("nothing", "")
 _FORM = ("shape", "dtype", "device", "layout")

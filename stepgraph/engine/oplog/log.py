@@ -44,13 +44,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch.utils import _python_dispatch as dispatch
 
-from stepgraph.engine.backends.kernels import may_be_python, mode_that_looks_inside, python_kernel
 from stepgraph.core.errors import Location
-from stepgraph.core.frames import is_user
 from stepgraph.core.executed_code import Unnoted
-from stepgraph.engine.guards.signature import is_plain
+from stepgraph.core.frames import is_user
 from stepgraph.core.storage import inner_tensors, shape_of, storage_of
 from stepgraph.core.tree import flatten
+from stepgraph.engine.backends.kernels import may_be_python, mode_that_looks_inside, python_kernel
+from stepgraph.engine.guards.signature import is_plain
 
 _V = TypeVar("_V")
 _first = operator.itemgetter(0)

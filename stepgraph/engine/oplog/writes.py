@@ -19,8 +19,8 @@ from torch.utils import _python_dispatch as dispatch
 
 from stepgraph.core.errors import Location
 from stepgraph.core.frames import caller_is_autograd
-from stepgraph.engine.oplog.log import OpLog, Vocabulary, location_of
 from stepgraph.core.storage import storage_of
+from stepgraph.engine.oplog.log import OpLog, Vocabulary, location_of
 
 __all__ = ["WriteLog", "Writes"]
 

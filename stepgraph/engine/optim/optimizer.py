@@ -21,13 +21,13 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch.optim.optimizer import Optimizer
 
-from stepgraph.engine.backends import Backend
-from stepgraph.engine.backends.threads import replaced
 from stepgraph.core.catalogue import entry
 from stepgraph.core.errors import CaptureError
+from stepgraph.core.plain_values import MISSING
+from stepgraph.engine.backends import Backend
+from stepgraph.engine.backends.threads import replaced
 from stepgraph.engine.oplog import OpLog, current_log
 from stepgraph.engine.oplog.optimizer_steps import all_have_hooks, has_other_step, shadowed, step_hooks
-from stepgraph.core.plain_values import MISSING
 
 Cut: TypeAlias = Callable[[str, Callable[[], Any], Callable[[], Any] | None], Any]
 """Notes a call to make between two graphs, by name, and its replacement while recording."""

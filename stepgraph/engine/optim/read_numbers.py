@@ -23,9 +23,9 @@ from torch.optim.optimizer import Optimizer
 
 from stepgraph.core.errors import CaptureError
 from stepgraph.engine.oplog import current_log
+from stepgraph.engine.oplog.optimizer_steps import shadowed
 from stepgraph.engine.optim.effects import OptimizerEffects
 from stepgraph.engine.optim.optimizer import Cut
-from stepgraph.engine.oplog.optimizer_steps import shadowed
 
 Reads = dict[tuple[str, int], Callable[[], Any]]
 """The numbers that a step has read, by name and the owner's id, and how to read each again."""

@@ -17,7 +17,11 @@ from stepgraph.engine.order.entries import Entry, Kind, Order
 from stepgraph.engine.order.lifetimes import plan_buffers, samples_of
 from stepgraph.engine.order.overlap import get_overlap_moe_expert_parallel_comm_order
 from stepgraph.engine.order.pipelining import order_from_pipelining
-from stepgraph.engine.order.schedules import convert_schedule_table_to_order, get_schedule_table, num_warmup_microbatches
+from stepgraph.engine.order.schedules import (
+    convert_schedule_table_to_order,
+    get_schedule_table,
+    num_warmup_microbatches,
+)
 from stepgraph.engine.order.validate import count_microbatches, read_order, validate_order
 
 __all__ = [

@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 
-from stepgraph.engine.order.entries import Entry, Kind, invalid
-from stepgraph.engine.order.validate import count_microbatches, read_order
 from stepgraph.core.tracebacks import entry_point
 from stepgraph.core.wording import counted, with_article
+from stepgraph.engine.order.entries import Entry, Kind, invalid
+from stepgraph.engine.order.validate import count_microbatches, read_order
 
 
 def samples_of(entry: Entry, num_layers_per_chunk: Sequence[int], num_microbatches: int) -> range:

@@ -17,9 +17,9 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
 
+from stepgraph.core.tracebacks import entry_point
 from stepgraph.engine.order.entries import Entry, Kind, invalid
 from stepgraph.engine.order.validate import point_at, read_order
-from stepgraph.core.tracebacks import entry_point
 
 
 @entry_point

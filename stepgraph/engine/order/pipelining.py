@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from stepgraph.core.errors import InvalidArgument
+from stepgraph.core.tracebacks import entry_point
 from stepgraph.engine.order.entries import Entry, Kind, Order, invalid
 from stepgraph.engine.order.schedules import convert_schedule_table_to_order, get_schedule_table
 from stepgraph.engine.order.validate import read_order, validate_order
-from stepgraph.core.tracebacks import entry_point
 
 _KINDS = (("F", Kind.FORWARD), ("B", Kind.BACKWARD), ("I", Kind.INPUT_GRAD), ("W", Kind.WEIGHT_GRAD))
 _OVERLAPPED = "OVERLAP_F_B"

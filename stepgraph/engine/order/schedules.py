@@ -12,8 +12,8 @@ import warnings
 from collections.abc import Sequence
 
 from stepgraph.core.errors import StepgraphWarning
-from stepgraph.engine.order.entries import invalid, is_count
 from stepgraph.core.tracebacks import entry_point
+from stepgraph.engine.order.entries import invalid, is_count
 
 
 @entry_point

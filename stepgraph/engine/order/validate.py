@@ -15,9 +15,9 @@ from types import MappingProxyType
 from typing import Any
 
 from stepgraph.core.errors import InvalidArgument
-from stepgraph.engine.order.entries import Entry, Kind, Order, invalid, is_count
 from stepgraph.core.tracebacks import entry_point
 from stepgraph.core.wording import counted
+from stepgraph.engine.order.entries import Entry, Kind, Order, invalid, is_count
 
 _SHOWN = 10
 """Entries shown on each side of the one that is pointed at."""

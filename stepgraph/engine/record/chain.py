@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from stepgraph.engine.backends import Graph
 from stepgraph.core.errors import CaptureError, StateChanged
-from stepgraph.engine.grads.step_grads import Attachment, GradCapture, attach
-from stepgraph.engine.oplog import left_out
+from stepgraph.engine.backends import Graph
 from stepgraph.engine.backends.random.tracker import STEP_FIX, state_of_another_graph, tracker_for
 from stepgraph.engine.call.report import sum_known
 from stepgraph.engine.call.session import Session
+from stepgraph.engine.grads.step_grads import Attachment, GradCapture, attach
+from stepgraph.engine.oplog import left_out
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from stepgraph.engine.backends import Backend
-from stepgraph.engine.memory.inputs import StaticInputs, buffer_like, is_copied_in, tensors_among
 from stepgraph.core.errors import CaptureError
-from stepgraph.engine.guards.signature import refuse_gradient
+from stepgraph.core.storage import memory_of
 from stepgraph.core.tensor_attributes import as_given
 from stepgraph.core.tensor_memory import geometry, moved_argument, overlap, version_of
-from stepgraph.core.storage import memory_of
+from stepgraph.engine.backends import Backend
+from stepgraph.engine.guards.signature import refuse_gradient
+from stepgraph.engine.memory.inputs import StaticInputs, buffer_like, is_copied_in, tensors_among
 
 
 def on_device(leaves: Sequence[Any], backend: Backend) -> list[Any]:

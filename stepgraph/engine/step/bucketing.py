@@ -20,12 +20,20 @@ import torch
 
 from stepgraph.core.errors import InvalidArgument
 from stepgraph.core.frames import warn_user
+from stepgraph.core.tree import Structure, flatten, unflatten
+from stepgraph.engine.guards.signature import AmbientReader, Signature
 from stepgraph.engine.observe.finder import reachable
 from stepgraph.engine.step.nonfinite import Flags, flags_over
-from stepgraph.engine.step.padding import BoundBuckets, Buckets, Padded, ResultDims, named_shapes, result_dims, result_names
+from stepgraph.engine.step.padding import (
+    BoundBuckets,
+    Buckets,
+    Padded,
+    ResultDims,
+    named_shapes,
+    result_dims,
+    result_names,
+)
 from stepgraph.engine.step.padding.results import Cut, Place, Shapes
-from stepgraph.engine.guards.signature import AmbientReader, Signature
-from stepgraph.core.tree import Structure, flatten, unflatten
 
 Example: TypeAlias = tuple[tuple[int, ...], list[Any]]
 """The sizes of a bucket, and the leaves of a call that fills it."""

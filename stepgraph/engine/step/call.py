@@ -19,25 +19,25 @@ from typing import Any
 
 import torch
 
-from stepgraph.engine.memory.outputs import StaticOutputs
+from stepgraph.core.tree import Structure, unflatten
+from stepgraph.engine.backends.native.row import GuardRow
+from stepgraph.engine.call.proof import CallProof
 from stepgraph.engine.grads.step_grads import Attachment, can_carry_in, carry_in, carry_out
 from stepgraph.engine.guards.gradients import GradientGuard
+from stepgraph.engine.guards.host_values.decisions import HostValues
+from stepgraph.engine.guards.host_values.parts import Place
+from stepgraph.engine.guards.host_values.watch import Watch
 from stepgraph.engine.guards.layout import GradientLayoutGuard
 from stepgraph.engine.guards.outside_memory import OutsideMemory
 from stepgraph.engine.guards.protocol import Change, FastCheck, Guard, GuardSet
 from stepgraph.engine.guards.random_names import NamesGuard
-from stepgraph.engine.backends.native.row import GuardRow
-from stepgraph.engine.observe.ddp import Replicas
-from stepgraph.engine.step.nonfinite import Flags
-from stepgraph.engine.oplog import Log
-from stepgraph.engine.call.proof import CallProof
 from stepgraph.engine.guards.signature import Signature
-from stepgraph.engine.step.arguments import StepArguments
+from stepgraph.engine.memory.outputs import StaticOutputs
+from stepgraph.engine.observe.ddp import Replicas
+from stepgraph.engine.oplog import Log
 from stepgraph.engine.record.chain import Chain
-from stepgraph.core.tree import Structure, unflatten
-from stepgraph.engine.guards.host_values.decisions import HostValues
-from stepgraph.engine.guards.host_values.parts import Place
-from stepgraph.engine.guards.host_values.watch import Watch
+from stepgraph.engine.step.arguments import StepArguments
+from stepgraph.engine.step.nonfinite import Flags
 
 _grad = operator.attrgetter("grad")
 _training = operator.itemgetter("training")

@@ -11,16 +11,16 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
+from stepgraph.core.tracebacks import entry_point
 from stepgraph.engine.backends import Backend
-from stepgraph.engine.step.fallback.fallback import ModuleFallback
-from stepgraph.engine.optim.optimizer import OptimizerMode
-from stepgraph.engine.step.padding import Buckets
 from stepgraph.engine.call.options import Audit, Hook, OnError, Outputs, reads_options
 from stepgraph.engine.call.session import Session
+from stepgraph.engine.optim.optimizer import OptimizerMode
+from stepgraph.engine.step.fallback.fallback import ModuleFallback
 from stepgraph.engine.step.options import NanCheck, StepOptions
+from stepgraph.engine.step.padding import Buckets
 from stepgraph.engine.step.refusals import refuse_no_step
 from stepgraph.engine.step.step import CapturedStep
-from stepgraph.core.tracebacks import entry_point
 
 P = ParamSpec("P")
 R = TypeVar("R")

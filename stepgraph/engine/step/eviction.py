@@ -32,9 +32,9 @@ from typing import Any
 
 import torch
 
-from stepgraph.engine.observe.ddp import warmup_calls
 from stepgraph.engine.call.messages import warn_past_limit
 from stepgraph.engine.call.session import Session
+from stepgraph.engine.observe.ddp import warmup_calls
 from stepgraph.engine.record.chain import GraphLink
 from stepgraph.engine.step.options import StepOptions
 from stepgraph.engine.step.site import Site

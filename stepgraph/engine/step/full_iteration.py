@@ -18,23 +18,23 @@ from typing import Any
 
 import torch
 
-from stepgraph.engine.backends import Backend
 from stepgraph.config.objects import checked_settings
 from stepgraph.config.spellings import GraphSettings, at_least_one_step
 from stepgraph.core.errors import ClosedError, InvalidArgument, StepgraphError, nearest
 from stepgraph.core.frames import untraced, warn_user
-from stepgraph.engine.observe.finder import reachable
-from stepgraph.engine.optim.optimizer import OptimizerMode
+from stepgraph.core.tracebacks import entry_point, trim
+from stepgraph.core.tree import flatten
+from stepgraph.core.wording import counted, with_article
+from stepgraph.engine.backends import Backend
 from stepgraph.engine.call.backend_choice import choose_backend
 from stepgraph.engine.call.options import Audit, Hook, Outputs, PairOnError, checked, reads_options
 from stepgraph.engine.call.session import Session
+from stepgraph.engine.observe.finder import reachable
+from stepgraph.engine.optim.optimizer import OptimizerMode
 from stepgraph.engine.step.options import NanCheck, StepOptions
 from stepgraph.engine.step.report import Report
 from stepgraph.engine.step.static_loader import StaticBufferLoader, StaticMicrobatches
 from stepgraph.engine.step.step import CapturedStep
-from stepgraph.core.tracebacks import entry_point, trim
-from stepgraph.core.tree import flatten
-from stepgraph.core.wording import counted, with_article
 
 _STAGES = ("training", "validation")
 """The stages of a run, without and with `forward_only`."""

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from stepgraph.engine.backends import Backend, Reading
 from stepgraph.core.errors import NonFinite
-from stepgraph.engine.oplog import left_out
-from stepgraph.engine.optim.scaler import noticing_scalers
-from stepgraph.engine.oplog.optimizer_steps import at_optimizer_steps
 from stepgraph.core.tensor_memory import version_of
 from stepgraph.core.tree import flatten, paths
+from stepgraph.engine.backends import Backend, Reading
+from stepgraph.engine.oplog import left_out
+from stepgraph.engine.oplog.optimizer_steps import at_optimizer_steps
+from stepgraph.engine.optim.scaler import noticing_scalers
 
 
 @dataclass(frozen=True, slots=True)

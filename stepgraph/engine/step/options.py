@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from stepgraph.core.errors import InvalidArgument
+from stepgraph.engine.call.options import Options
 from stepgraph.engine.optim.optimizer import OptimizerMode
 from stepgraph.engine.step.padding import Buckets
-from stepgraph.engine.call.options import Options
 
 NanCheck = Literal["off", "device"]
 

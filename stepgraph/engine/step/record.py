@@ -13,43 +13,9 @@ from typing import Any, NoReturn
 import torch
 from torch.optim.optimizer import Optimizer
 
-from stepgraph.engine.memory.outputs import StaticOutputs, detached
 from stepgraph.core.errors import CaptureError, CaptureRefused
-from stepgraph.engine.grads.step_grads import GradCapture, still_in_use
-from stepgraph.engine.guards.hooks import refuse_hooks
-from stepgraph.engine.guards.model import ModelGuard
-from stepgraph.engine.guards.optimizer import NumbersGuard, ParametersGuard, ScalerGuard, StateGuard
-from stepgraph.engine.guards.outside_memory import OutsideMemory
-from stepgraph.engine.guards.protocol import Change, GuardSet, told
-from stepgraph.engine.guards.random_names import NamesGuard
-from stepgraph.engine.guards.registration import RegistrationEvents
-from stepgraph.engine.observe.ddp import Replicas, refuse_replicas
-from stepgraph.engine.observe.discovery import Reached, discovering, scalers_among
-from stepgraph.engine.observe.eager_call import Obstacle
-from stepgraph.engine.observe.escaped_tensors import Place, is_newborn, kept_tensor, setting_apart
-from stepgraph.engine.observe.finder import found_by, tensors_in
-from stepgraph.engine.observe.lines import line_of_return
-from stepgraph.engine.step.nonfinite import Flags
-from stepgraph.engine.observe.output import Output
-from stepgraph.engine.observe.own_changes import ModelState
-from stepgraph.engine.observe.sharding import refuse_sharded
-from stepgraph.engine.observe.step_objects import StepObjects, numbered
-from stepgraph.engine.observe.taken_back import ContainersBefore
-from stepgraph.engine.oplog import Difference, Log, first_difference
-from stepgraph.engine.optim.effects import refuse_unknown_results
-from stepgraph.engine.optim.optimizer import (
-    HostCounters,
-    KeptState,
-    Placement,
-    captured_inside,
-    check_forced,
-    cut_at,
-    letting_step,
-    place,
-)
-from stepgraph.engine.optim.read_numbers import ReadNumbers, Reads, refusing_writes
-from stepgraph.engine.optim.scaler import ScalerCapture
-from stepgraph.engine.oplog.optimizer_steps import at_optimizer_steps
+from stepgraph.core.tensor_attributes import changed_attributes
+from stepgraph.core.tree import Structure, changed_containers, unflatten
 from stepgraph.engine.backends.random.host_random import refuse_rewound
 from stepgraph.engine.backends.random.tracker import tracker_for
 from stepgraph.engine.call.failure import refuse_changed_container
@@ -64,11 +30,49 @@ from stepgraph.engine.call.proof import (
     varying_operations,
 )
 from stepgraph.engine.call.session import Session
+from stepgraph.engine.grads.step_grads import GradCapture, still_in_use
+from stepgraph.engine.guards.hooks import refuse_hooks
+from stepgraph.engine.guards.host_values.decisions import Answers, HostValues, Trace, undecided, without_stand_ins
+from stepgraph.engine.guards.host_values.uses import Uses
+from stepgraph.engine.guards.host_values.watch import Watch
+from stepgraph.engine.guards.model import ModelGuard
+from stepgraph.engine.guards.optimizer import NumbersGuard, ParametersGuard, ScalerGuard, StateGuard
+from stepgraph.engine.guards.outside_memory import OutsideMemory
+from stepgraph.engine.guards.protocol import Change, GuardSet, told
+from stepgraph.engine.guards.random_names import NamesGuard
+from stepgraph.engine.guards.registration import RegistrationEvents
 from stepgraph.engine.guards.signature import Signature
-from stepgraph.core.tensor_attributes import changed_attributes
+from stepgraph.engine.memory.outputs import StaticOutputs, detached
+from stepgraph.engine.observe.ddp import Replicas, refuse_replicas
+from stepgraph.engine.observe.discovery import Reached, discovering, scalers_among
+from stepgraph.engine.observe.eager_call import Obstacle
+from stepgraph.engine.observe.escaped_tensors import Place, is_newborn, kept_tensor, setting_apart
+from stepgraph.engine.observe.finder import found_by, tensors_in
+from stepgraph.engine.observe.lines import line_of_return
+from stepgraph.engine.observe.output import Output
+from stepgraph.engine.observe.own_changes import ModelState
+from stepgraph.engine.observe.sharding import refuse_sharded
+from stepgraph.engine.observe.step_objects import StepObjects, numbered
+from stepgraph.engine.observe.taken_back import ContainersBefore
+from stepgraph.engine.oplog import Difference, Log, first_difference
+from stepgraph.engine.oplog.optimizer_steps import at_optimizer_steps
+from stepgraph.engine.optim.effects import refuse_unknown_results
+from stepgraph.engine.optim.optimizer import (
+    HostCounters,
+    KeptState,
+    Placement,
+    captured_inside,
+    check_forced,
+    cut_at,
+    letting_step,
+    place,
+)
+from stepgraph.engine.optim.read_numbers import ReadNumbers, Reads, refusing_writes
+from stepgraph.engine.optim.scaler import ScalerCapture
+from stepgraph.engine.record.chain import Chain, ChainRecorder, GraphLink
 from stepgraph.engine.step.arguments import StepArguments
 from stepgraph.engine.step.call import CallArgs, CapturedCall, Guards, Replay, StartState
-from stepgraph.engine.record.chain import Chain, ChainRecorder, GraphLink
+from stepgraph.engine.step.nonfinite import Flags
 from stepgraph.engine.step.options import StepOptions
 from stepgraph.engine.step.site import EagerState, Site
 from stepgraph.engine.step.warmup import (
@@ -77,10 +81,6 @@ from stepgraph.engine.step.warmup import (
     own_change,
     surroundings,
 )
-from stepgraph.core.tree import Structure, changed_containers, unflatten
-from stepgraph.engine.guards.host_values.decisions import Answers, HostValues, Trace, undecided, without_stand_ins
-from stepgraph.engine.guards.host_values.uses import Uses
-from stepgraph.engine.guards.host_values.watch import Watch
 
 _MAX_ATTEMPTS = 6
 """Number of recordings of one call that may each show something that the next one must do."""

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from stepgraph.core.executed_code import ExecutedCode
 from stepgraph.engine.backends import Backend
 from stepgraph.engine.backends.nodes import Nodes
-from stepgraph.engine.guards.protocol import Change
-from stepgraph.engine.oplog import Log
-from stepgraph.core.executed_code import ExecutedCode
 from stepgraph.engine.call.interrupt import interrupts_held
+from stepgraph.engine.guards.protocol import Change
 from stepgraph.engine.guards.signature import leaf_keys
-from stepgraph.engine.step.call import CallArgs, CapturedCall
+from stepgraph.engine.oplog import Log
 from stepgraph.engine.record.chain import GraphLink
+from stepgraph.engine.step.call import CallArgs, CapturedCall
 from stepgraph.engine.step.record import Look, StepCapture
 from stepgraph.engine.step.site import Site
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from stepgraph.core.wording import quantities
 from stepgraph.engine.backends.native.library import native_row
 from stepgraph.engine.call.proof import Shown
 from stepgraph.engine.call.report import GraphReport, backend_name, sum_known, with_counts
 from stepgraph.engine.call.session import Session
 from stepgraph.engine.step.options import StepOptions
 from stepgraph.engine.step.site import Site
-from stepgraph.core.wording import quantities
 
 _NOT_COMPARED = "not known: no graph is left (docs/equality.md shows how to compare your program)"
 _SHOWN = {

@@ -17,26 +17,26 @@ from typing import Any
 
 import torch
 
-from stepgraph.engine.memory.inputs import is_copied_in
 from stepgraph.core.errors import Location
 from stepgraph.core.frames import is_users
+from stepgraph.core.tensor_memory import keys_apart
+from stepgraph.core.tree import Structure
+from stepgraph.engine.call.limits import Changes
+from stepgraph.engine.call.proof import EagerLogs
 from stepgraph.engine.guards.hooks import with_hooks
+from stepgraph.engine.guards.host_values.decisions import Predicates
+from stepgraph.engine.guards.host_values.parts import Place
+from stepgraph.engine.guards.host_values.watch import Watch
 from stepgraph.engine.guards.optimizer import NumbersGuard
 from stepgraph.engine.guards.protocol import Change, GuardSet
+from stepgraph.engine.guards.signature import Signature
+from stepgraph.engine.guards.signature.fast_match import FastMatch
+from stepgraph.engine.memory.inputs import is_copied_in
 from stepgraph.engine.observe.ddp import flags_of_replicas
 from stepgraph.engine.observe.eager_call import Obstacle
 from stepgraph.engine.observe.step_objects import StepObjects, numbered
 from stepgraph.engine.optim.effects import OptimizerEffects
-from stepgraph.engine.call.limits import Changes
-from stepgraph.engine.call.proof import EagerLogs
-from stepgraph.engine.guards.signature import Signature
-from stepgraph.engine.guards.signature.fast_match import FastMatch
-from stepgraph.core.tensor_memory import keys_apart
 from stepgraph.engine.step.call import CapturedCall
-from stepgraph.core.tree import Structure
-from stepgraph.engine.guards.host_values.decisions import Predicates
-from stepgraph.engine.guards.host_values.parts import Place
-from stepgraph.engine.guards.host_values.watch import Watch
 
 _MAX_SURPRISES = 3
 """Number of recordings in a row that may show something that no eager call has."""

@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stepgraph.engine.backends import Backend
 from stepgraph.core.errors import CaptureError, InvalidArgument, StepgraphError
-from stepgraph.engine.call.session import Session
-from stepgraph.engine.guards.signature import Described, describe_leaf, is_plain, leaf_key, leaf_keys
-from stepgraph.core.tensor_attributes import refuse_unlike_buffers
-from stepgraph.engine.step.arguments import StepArguments
 from stepgraph.core.storage import memory_of
+from stepgraph.core.tensor_attributes import refuse_unlike_buffers
 from stepgraph.core.tracebacks import entry_point, trim
 from stepgraph.core.tree import Structure, flatten, paths, unflatten
 from stepgraph.core.wording import counted, with_article
+from stepgraph.engine.backends import Backend
+from stepgraph.engine.call.session import Session
+from stepgraph.engine.guards.signature import Described, describe_leaf, is_plain, leaf_key, leaf_keys
+from stepgraph.engine.step.arguments import StepArguments
 
 _READ_FIRST = "stepgraph reads all microbatches of an iteration into static buffers before the iteration runs."
 

@@ -20,17 +20,12 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from torch.optim.optimizer import Optimizer
 
-from stepgraph.engine.backends import Backend
-from stepgraph.engine.memory.outputs import detached
 from stepgraph.core.errors import CaptureError, ClosedError, InvalidArgument, StepgraphError
 from stepgraph.core.frames import untraced, warn_user
-from stepgraph.engine.guards.protocol import Change, Remedy, told
-from stepgraph.engine.observe.discovery import Reached
-from stepgraph.engine.observe.finder import reachable
-from stepgraph.engine.step.nonfinite import FlagReader
-from stepgraph.engine.oplog import Difference, is_logged
-from stepgraph.engine.optim.optimizer import make_capturable
-from stepgraph.engine.oplog.optimizer_steps import at_optimizer_steps
+from stepgraph.core.tensor_attributes import refuse_unlike_buffers
+from stepgraph.core.tracebacks import entry_point, trim
+from stepgraph.core.tree import CallFlattener, Structure, flatten
+from stepgraph.engine.backends import Backend
 from stepgraph.engine.call.backend_choice import choose_backend, refuse_other_devices
 from stepgraph.engine.call.failure import capture_error, cause_of
 from stepgraph.engine.call.interrupt import interrupts_held
@@ -46,6 +41,8 @@ from stepgraph.engine.call.messages import (
 from stepgraph.engine.call.proof import CallProof, NotWarm, Shown, next_audit, tell_other_path
 from stepgraph.engine.call.report import GraphReport, outline
 from stepgraph.engine.call.session import Session
+from stepgraph.engine.guards.host_values.decisions import Answers, Trace, undecided
+from stepgraph.engine.guards.protocol import Change, Remedy, told
 from stepgraph.engine.guards.signature import (
     AmbientReader,
     Signature,
@@ -55,22 +52,25 @@ from stepgraph.engine.guards.signature import (
     refuse_opaque,
     transform_around,
 )
-from stepgraph.core.tensor_attributes import refuse_unlike_buffers
+from stepgraph.engine.memory.outputs import detached
+from stepgraph.engine.observe.discovery import Reached
+from stepgraph.engine.observe.finder import reachable
+from stepgraph.engine.oplog import Difference, is_logged
+from stepgraph.engine.oplog.optimizer_steps import at_optimizer_steps
+from stepgraph.engine.optim.optimizer import make_capturable
 from stepgraph.engine.step.arguments import on_device
 from stepgraph.engine.step.binding import BoundSteps, has_own_name, options_of_copy
 from stepgraph.engine.step.bucketing import Bucketing, Example
 from stepgraph.engine.step.call import CallArgs, CapturedCall
 from stepgraph.engine.step.definitions import forget_capture, note_capture
 from stepgraph.engine.step.eviction import REASON, Action, Sites
+from stepgraph.engine.step.nonfinite import FlagReader
 from stepgraph.engine.step.options import StepOptions
 from stepgraph.engine.step.record import Recorded, StepCapture
 from stepgraph.engine.step.rehearsal import Rehearsal
 from stepgraph.engine.step.report import Counts, Report, report_of
 from stepgraph.engine.step.site import LastCall, Site
 from stepgraph.engine.step.warmup import WarmUp, flags_of, surroundings
-from stepgraph.core.tracebacks import entry_point, trim
-from stepgraph.core.tree import CallFlattener, Structure, flatten
-from stepgraph.engine.guards.host_values.decisions import Answers, Trace, undecided
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")

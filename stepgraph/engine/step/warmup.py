@@ -17,34 +17,34 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
+from stepgraph.core.errors import CaptureError
+from stepgraph.core.tensor_attributes import changed_attributes
+from stepgraph.core.tensor_memory import Contents, has_memory
+from stepgraph.core.tree import Structure, changed_containers, flatten, paths
 from stepgraph.engine.backends import Backend, Workspace
+from stepgraph.engine.call.failure import refuse_changed_container
+from stepgraph.engine.call.messages import warn_detached_results, warn_ignored_counter
+from stepgraph.engine.call.proof import StepLogs, num_states
+from stepgraph.engine.call.session import Session
+from stepgraph.engine.guards.host_values.decisions import HostValues
+from stepgraph.engine.guards.host_values.watch import Watch
+from stepgraph.engine.guards.signature import is_plain
 from stepgraph.engine.memory.inputs import is_copied_in
 from stepgraph.engine.memory.outputs import StaticOutputs, detached
-from stepgraph.core.errors import CaptureError
 from stepgraph.engine.observe.ddp import finding_default_stream, renew_reducer
 from stepgraph.engine.observe.discovery import Reached, discovering, scalers_of
 from stepgraph.engine.observe.eager_call import CallObserver, Obstacle
 from stepgraph.engine.observe.finder import tensors_in
 from stepgraph.engine.observe.lines import line_of_return
-from stepgraph.engine.step.nonfinite import FlagCollector, Flags
 from stepgraph.engine.observe.own_changes import ModelState, OwnNumbers
+from stepgraph.engine.oplog.optimizer_steps import at_optimizer_steps
 from stepgraph.engine.optim.effects import OptimizerEffects
 from stepgraph.engine.optim.optimizer import capturable_on_cpu, make_capturable, place, place_made
-from stepgraph.engine.oplog.optimizer_steps import at_optimizer_steps
-from stepgraph.engine.call.failure import refuse_changed_container
-from stepgraph.engine.call.messages import warn_detached_results, warn_ignored_counter
-from stepgraph.engine.call.proof import StepLogs, num_states
-from stepgraph.engine.call.session import Session
-from stepgraph.engine.guards.signature import is_plain
-from stepgraph.core.tensor_attributes import changed_attributes
-from stepgraph.core.tensor_memory import Contents, has_memory
 from stepgraph.engine.step.arguments import on_device
 from stepgraph.engine.step.call import CallArgs
+from stepgraph.engine.step.nonfinite import FlagCollector, Flags
 from stepgraph.engine.step.options import StepOptions
 from stepgraph.engine.step.site import Site
-from stepgraph.core.tree import Structure, changed_containers, flatten, paths
-from stepgraph.engine.guards.host_values.decisions import HostValues
-from stepgraph.engine.guards.host_values.watch import Watch
 
 
 @contextlib.contextmanager

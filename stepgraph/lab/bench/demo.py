@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 import stepgraph
+from stepgraph.core.wording import counted
 from stepgraph.lab.models import GPT, GPTConfig
 from stepgraph.tools.verification.bits import same_bits
-from stepgraph.core.wording import counted
 
 __all__ = ["SETTLING_STEPS", "DemoResult", "DemoRun", "run_demo"]
 

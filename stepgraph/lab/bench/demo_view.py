@@ -12,8 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from stepgraph.lab.bench.demo import SETTLING_STEPS, DemoResult
 from stepgraph.core.wording import counted
+from stepgraph.lab.bench.demo import SETTLING_STEPS, DemoResult
 
 __all__ = ["demo_progress", "draw_demo", "render_demo"]
 

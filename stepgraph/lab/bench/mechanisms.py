@@ -24,12 +24,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from stepgraph.lab.bench import megatron_core
 from stepgraph.config.container import ConfigContainer
 from stepgraph.config.environment import Environment
 from stepgraph.config.rules import broken_rules, finalised
 from stepgraph.config.scope import CudaGraphScope
 from stepgraph.core.errors import InvalidArgument, nearest
+from stepgraph.lab.bench import megatron_core
 from stepgraph.lab.train.data import Sample
 from stepgraph.lab.train.implementations import Eager, Implementation, Work, choose
 from stepgraph.lab.train.iteration import ForwardStep, Result, forward_backward

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from stepgraph.lab.bench.flops import flops_per_step
-from stepgraph.lab.bench.hardware import Gpu
 from stepgraph.config.container import ConfigContainer
 from stepgraph.config.environment import Environment
 from stepgraph.config.rules import broken_rules, finalised
 from stepgraph.core.errors import ConfigError, Violation
+from stepgraph.lab.bench.flops import flops_per_step
+from stepgraph.lab.bench.hardware import Gpu
 from stepgraph.lab.models.experts import Experts
 from stepgraph.lab.recipes.build import build_model
 from stepgraph.lab.recipes.memory import MemoryEstimate, estimate_memory

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepgraph.lab.bench.compare import EARLY, Comparison, Row
-from stepgraph.lab.bench.results import check_writable
 from stepgraph.core.errors import InvalidArgument
 from stepgraph.core.wording import counted
+from stepgraph.lab.bench.compare import EARLY, Comparison, Row
+from stepgraph.lab.bench.results import check_writable
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2330; --dim: #667; --page: #fff; --line: #d8dce4; --bar: #9aa4b5;

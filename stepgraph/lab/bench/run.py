@@ -22,8 +22,8 @@ from stepgraph.tools.measure import elapsed_ms, mark, peaks_of, profiled, reset_
 from stepgraph.tools.timeline import StepTimes, Timeline, quantile
 
 if TYPE_CHECKING:
-    from stepgraph.lab.bench.hardware import Gpu
     from stepgraph.config.container import ConfigContainer
+    from stepgraph.lab.bench.hardware import Gpu
     from stepgraph.lab.train.implementations import Implementation, Work
     from stepgraph.lab.train.run_report import RunReport
     from stepgraph.lab.train.setup import ModelProvider

@@ -29,8 +29,8 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import IO, Any, NoReturn
 
-from stepgraph.tools.script.processes import end_group, own_program
 from stepgraph.core.strict_json import as_json
+from stepgraph.tools.script.processes import end_group, own_program
 
 _POLL_S = 0.02
 REQUEST, STDERR = "request.json", "stderr.txt"

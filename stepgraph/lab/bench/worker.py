@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from stepgraph.config.container import ConfigContainer
+from stepgraph.config.environment import Environment
 from stepgraph.lab.bench.hardware import gpu_of
 from stepgraph.lab.bench.mechanisms import all_mechanisms, named
 from stepgraph.lab.bench.run import benchmark
 from stepgraph.lab.bench.server import attempted
-from stepgraph.config.container import ConfigContainer
-from stepgraph.config.environment import Environment
 
 MAX_KERNELS = 20_000
 """Kernels of the timeline that a record keeps, for the picture of a report, which says where there were more."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from stepgraph.config.model import ModelSection
 from stepgraph.core.errors import InvalidArgument
+from stepgraph.core.wording import counted
 from stepgraph.lab.models import (
     GPT,
     GPTConfig,
@@ -26,7 +27,6 @@ from stepgraph.lab.models import (
     VisionMoEConfig,
 )
 from stepgraph.lab.models.language_model import Config
-from stepgraph.core.wording import counted
 
 _POSITIONS = {"rope": "rope", "yarn": "rope", "learned_absolute": "learned", "none": "none"}
 _GATED = {"silu": "swiglu", "clamped_swiglu": "clamped_swiglu"}

@@ -19,9 +19,9 @@ from typing import Any
 from stepgraph.config.container import ConfigContainer
 from stepgraph.config.sections import MixedPrecisionSection
 from stepgraph.core.errors import InvalidArgument
+from stepgraph.core.wording import counted
 from stepgraph.lab.recipes.layers import fewest_layers, with_layers
 from stepgraph.lab.recipes.memory import MemoryEstimate, estimate_memory, state_memory
-from stepgraph.core.wording import counted
 
 SHARE = 0.6
 """The part of the free memory that is planned with."""

@@ -21,18 +21,18 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from stepgraph.megatron.layers_helper import TECudaGraphHelper
-from stepgraph.megatron.part_graphs import set_current_microbatch
-from stepgraph.megatron.samples import parts_of
-from stepgraph.engine.parts.modules.graph_modules import graph_modules
-from stepgraph.engine.parts.modules.scopes import ScopeRegistry, read_scope
-from stepgraph.engine.observe.ddp import warmup_calls
 from stepgraph.engine.call.report import GraphReport
 from stepgraph.engine.call.session import Session
+from stepgraph.engine.observe.ddp import warmup_calls
+from stepgraph.engine.parts.modules.graph_modules import graph_modules
+from stepgraph.engine.parts.modules.scopes import ScopeRegistry, read_scope
 from stepgraph.engine.step.full_iteration import FullCudaGraphWrapper
 from stepgraph.lab.train.data import Sample
 from stepgraph.lab.train.gathered import GatheredModel
 from stepgraph.lab.train.iteration import Finish, ForwardStep, Result, autocasting, forward_backward
+from stepgraph.megatron.layers_helper import TECudaGraphHelper
+from stepgraph.megatron.part_graphs import set_current_microbatch
+from stepgraph.megatron.samples import parts_of
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stepgraph.core.errors import InvalidArgument, NonFinite
+from stepgraph.core.wording import with_article
 from stepgraph.lab.models.linear import backward_dw
 from stepgraph.lab.train.data import Sample
 from stepgraph.lab.train.optimizer import clip_gradients
 from stepgraph.lab.train.reduction import average_gradients
-from stepgraph.core.wording import with_article
 
 
 class Result(NamedTuple):

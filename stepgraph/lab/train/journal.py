@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from stepgraph.core.errors import InvalidArgument
-from stepgraph.lab.train.ranks import Ranks
 from stepgraph.core.wording import counted
+from stepgraph.lab.train.ranks import Ranks
 
 FILE_NAME = "stepgraph-train.jsonl"
 

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from stepgraph.engine.backends import Reading
 from stepgraph.core.errors import NonFinite
+from stepgraph.core.wording import counted
+from stepgraph.engine.backends import Reading
 from stepgraph.engine.step.nonfinite import FlagReader, flags_over
 from stepgraph.lab.train.checkpoint import keep_most_recent, save
 from stepgraph.lab.train.data import Batches
@@ -39,7 +40,6 @@ from stepgraph.lab.train.ranks import Ranks
 from stepgraph.lab.train.run_report import RunReport
 from stepgraph.lab.train.setup import Checks
 from stepgraph.lab.train.signals import SignalFlag
-from stepgraph.core.wording import counted
 
 OnEvent = Callable[[str, int], None]
 """Called before `warmup`, `capture`, `replay`, `evaluate` and `checkpoint`, with the number of iterations done."""

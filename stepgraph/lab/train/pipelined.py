@@ -26,17 +26,17 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from stepgraph.core.errors import InvalidArgument
-from stepgraph.lab.models import GPT
-from stepgraph.engine.order import order_from_pipelining
-from stepgraph.engine.record.pair.module_method import put_in_place
-from stepgraph.engine.parts.stages.stage import graph_stage
+from stepgraph.core.wording import counted, with_article
 from stepgraph.engine.call.report import GraphReport
+from stepgraph.engine.order import order_from_pipelining
+from stepgraph.engine.parts.stages.stage import graph_stage
+from stepgraph.engine.record.pair.module_method import put_in_place
+from stepgraph.lab.models import GPT
 from stepgraph.lab.train.data import Sample
 from stepgraph.lab.train.implementations import Implementation, Work, choose
 from stepgraph.lab.train.iteration import Finish, Result, autocasting
 from stepgraph.lab.train.lora import LoRALinear
 from stepgraph.lab.train.ranks import Ranks
-from stepgraph.core.wording import counted, with_article
 
 
 class StageModule(nn.Module):

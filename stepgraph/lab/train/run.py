@@ -19,9 +19,10 @@ import torch.distributed as dist
 from stepgraph.config.container import ConfigContainer
 from stepgraph.config.environment import Environment
 from stepgraph.core.errors import InvalidArgument, NonFinite
+from stepgraph.core.tracebacks import entry_point
+from stepgraph.core.wording import with_article
 from stepgraph.engine.backends.random.tracker import get_cuda_rng_tracker
 from stepgraph.engine.call.session import Session
-from stepgraph.core.tracebacks import entry_point
 from stepgraph.lab.train.checkpoint import (
     CheckpointError,
     Saved,
@@ -60,7 +61,6 @@ from stepgraph.lab.train.setup import (
     wrap,
 )
 from stepgraph.lab.train.signals import SignalFlag
-from stepgraph.core.wording import with_article
 
 
 class TrainingStopped(SystemExit):

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from stepgraph.engine.call.report import GraphReport
 from stepgraph.core.wording import counted
+from stepgraph.engine.call.report import GraphReport
 
 
 @dataclass(frozen=True, slots=True)

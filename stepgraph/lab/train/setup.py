@@ -14,10 +14,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stepgraph.core.errors import InvalidArgument
-from stepgraph.lab.recipes.build import build_model
 from stepgraph.engine.backends.random.tracker import get_cuda_rng_tracker
 from stepgraph.engine.call.session import Session
-from stepgraph.lab.train.data import Batches, Source, SyntheticTokens, TokenWindows, made_text, mapped_tokens, text_tokens
+from stepgraph.lab.recipes.build import build_model
+from stepgraph.lab.train.data import (
+    Batches,
+    Source,
+    SyntheticTokens,
+    TokenWindows,
+    made_text,
+    mapped_tokens,
+    text_tokens,
+)
 from stepgraph.lab.train.gathered import GatheredModel, ShardedAdamW
 from stepgraph.lab.train.instruction_data import Instructions, made_examples, read_examples
 from stepgraph.lab.train.iteration import Finish, ForwardStep, TiedEmbedding

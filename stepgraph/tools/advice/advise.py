@@ -17,6 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from stepgraph.core.catalogue import entry
+from stepgraph.core.errors import NoStepError
+from stepgraph.core.wording import counted
 from stepgraph.tools.advice.bring_up import Names, Target, ladder, snippet
 from stepgraph.tools.advice.decide import (
     DO_NOT,
@@ -43,13 +46,10 @@ from stepgraph.tools.advice.decide import (
 )
 from stepgraph.tools.advice.phases import steps_needed
 from stepgraph.tools.advice.trial import Trial, try_captures
-from stepgraph.tools.timeline import StepTimes
-from stepgraph.core.catalogue import entry
-from stepgraph.core.errors import NoStepError
 from stepgraph.tools.checks.check import CheckReport, check
 from stepgraph.tools.checks.findings import Api as CheckedApi
 from stepgraph.tools.script.run import Outcome, Script, refuse_unjudged, run_script
-from stepgraph.core.wording import counted
+from stepgraph.tools.timeline import StepTimes
 
 __all__ = ["AdviceReport", "advise"]
 

@@ -16,16 +16,16 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.nn.modules import module as torch_module
 
+from stepgraph.core.errors import Location
+from stepgraph.core.frames import is_users_code
+from stepgraph.engine.backends.threads import replaced
 from stepgraph.tools.advice.optimizers import SteppedOptimizers
 from stepgraph.tools.advice.parts import BEGIN, REACH, Scope, StepTrace, find_scopes, marked, stage_scope
 from stepgraph.tools.advice.phases import MODELS_STEP, Phase, phase_of
-from stepgraph.engine.backends.threads import replaced
-from stepgraph.tools.measure import elapsed_ms, mark, traced
-from stepgraph.tools.timeline import read_trace
-from stepgraph.core.errors import Location
-from stepgraph.core.frames import is_users_code
 from stepgraph.tools.checks.script_objects import ScriptObjects, calls_from_engine
+from stepgraph.tools.measure import elapsed_ms, mark, traced
 from stepgraph.tools.script.probe import RunningScript
+from stepgraph.tools.timeline import read_trace
 
 GRAPHED = "the script uses stepgraph already"
 _SYNCHRONIZING = "called a synchronizing CUDA operation"

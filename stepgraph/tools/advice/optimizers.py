@@ -15,10 +15,10 @@ from typing import Any
 from torch.autograd.profiler import record_function
 from torch.optim.optimizer import Optimizer
 
+from stepgraph.engine.oplog.optimizer_steps import at_optimizer_steps
+from stepgraph.engine.optim.optimizer import place
 from stepgraph.tools.advice.parts import MARK, StepTrace
 from stepgraph.tools.script.steps import steps_unwatched
-from stepgraph.engine.optim.optimizer import place
-from stepgraph.engine.oplog.optimizer_steps import at_optimizer_steps
 
 __all__ = ["SteppedOptimizers"]
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
-from stepgraph.tools.advice.decide import STAGE
-from stepgraph.tools.timeline import union_length
 from stepgraph.core.errors import InvalidArgument
 from stepgraph.engine.parts.modules.scopes import WORDS, Part, ScopeRegistry
+from stepgraph.tools.advice.decide import STAGE
+from stepgraph.tools.timeline import union_length
 
 MARK = "stepgraph:"
 BEGIN, REACH = f"{MARK}begin", f"{MARK}reach"

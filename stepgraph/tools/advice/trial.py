@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stepgraph.tools.timeline import StepTimes
-from stepgraph.tools.script.run import Outcome, Script, Status, run_script
 from stepgraph.core.wording import counted
+from stepgraph.tools.script.run import Outcome, Script, Status, run_script
+from stepgraph.tools.timeline import StepTimes
 
 _PROBE = "stepgraph.tools.advice.trial_probe:TrialProbe"
 NAMES = ("whole step", "whole step + compile")

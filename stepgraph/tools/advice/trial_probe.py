@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from stepgraph.tools.advice.measure import Models, current_device
 from stepgraph.engine.backends.threads import replaced
-from stepgraph.tools.measure import elapsed_ms, mark
 from stepgraph.engine.step.capture import capture
-from stepgraph.tools.script.steps import StepCalls
-from stepgraph.tools.script.probe import RunningScript
 from stepgraph.engine.step.step import CapturedStep
+from stepgraph.tools.advice.measure import Models, current_device
+from stepgraph.tools.measure import elapsed_ms, mark
+from stepgraph.tools.script.probe import RunningScript
+from stepgraph.tools.script.steps import StepCalls
 
 SETTLE = 8
 """Steps before the timed ones: warm-up, capture, and a few in which caches settle."""

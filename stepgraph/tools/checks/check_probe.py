@@ -19,9 +19,13 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.optim.optimizer import Optimizer
 
-from stepgraph.engine.backends.threads import compiled_code_runs_eagerly, replaced
 from stepgraph.core.errors import Location
 from stepgraph.core.frames import is_engine
+from stepgraph.core.wording import with_article
+from stepgraph.engine.backends.threads import compiled_code_runs_eagerly, replaced
+from stepgraph.engine.observe.ddp import replicas
+from stepgraph.engine.observe.own_changes import OwnNumbers
+from stepgraph.engine.oplog.optimizer_steps import at_optimizer_steps
 from stepgraph.tools.checks.findings import Ledger, Seen, collect
 from stepgraph.tools.checks.host_work import HostWork
 from stepgraph.tools.checks.module_calls import BACKWARD, GRAD, ModuleCalls
@@ -33,11 +37,7 @@ from stepgraph.tools.checks.step_functions import StepFunctions
 from stepgraph.tools.checks.step_history import StepHistory
 from stepgraph.tools.checks.step_operations import Made, StepOperations
 from stepgraph.tools.checks.step_state import Line, StepState, lines_with
-from stepgraph.engine.observe.ddp import replicas
-from stepgraph.engine.observe.own_changes import OwnNumbers
-from stepgraph.engine.oplog.optimizer_steps import at_optimizer_steps
 from stepgraph.tools.script.probe import RunningScript
-from stepgraph.core.wording import with_article
 
 DEFAULT_STEPS = 10
 """Steps that are watched."""

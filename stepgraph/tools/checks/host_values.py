@@ -36,11 +36,20 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.core.plain_values import MISSING, attributes_of, is_numpy
-from stepgraph.engine.step.rehearsal import Rehearsal
-from stepgraph.engine.guards.host_values.naming import Label
-from stepgraph.engine.guards.host_values.parts import Place, attribute_of, by_identity, default_of, in_slot, is_bytes, item_at, result_of
-from stepgraph.engine.guards.host_values.walk import MAX_ITEMS, Walk, Wants
 from stepgraph.core.wording import with_article
+from stepgraph.engine.guards.host_values.naming import Label
+from stepgraph.engine.guards.host_values.parts import (
+    Place,
+    attribute_of,
+    by_identity,
+    default_of,
+    in_slot,
+    is_bytes,
+    item_at,
+    result_of,
+)
+from stepgraph.engine.guards.host_values.walk import MAX_ITEMS, Walk, Wants
+from stepgraph.engine.step.rehearsal import Rehearsal
 
 _STEP_DOWN = 0.875
 _STEP_UP = 1.125

@@ -29,10 +29,10 @@ import torch
 from torch.utils import _python_dispatch as dispatch
 
 from stepgraph.core.errors import Location
-from stepgraph.core.frames import is_engine
-from stepgraph.tools.checks.places import is_own_code, is_plumbing, package_of, stack_of
 from stepgraph.core.executed_code import ExecutedCode
+from stepgraph.core.frames import is_engine
 from stepgraph.engine.backends.random.host_random import HostRandomWatch
+from stepgraph.tools.checks.places import is_own_code, is_plumbing, package_of, stack_of
 
 Note = Callable[..., None]
 """Takes a rule, what happened, a frame, and its line if that is another one."""

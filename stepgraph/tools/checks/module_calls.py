@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from stepgraph.tools.checks.findings import Ledger
 from stepgraph.core.tree import flatten
+from stepgraph.tools.checks.findings import Ledger
 
 __all__ = ["ModuleCalls"]
 

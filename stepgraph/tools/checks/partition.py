@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
+from stepgraph.engine.call.options import Hook
+from stepgraph.engine.call.session import Session
+from stepgraph.engine.parts.modules.options import ModuleOptions
 from stepgraph.engine.step.fallback.observed import ObservedStep
 from stepgraph.engine.step.fallback.search import Partition, Refusal, search
 from stepgraph.engine.step.fallback.trial import Trials
-from stepgraph.engine.parts.modules.options import ModuleOptions
-from stepgraph.engine.call.options import Hook
-from stepgraph.engine.call.session import Session
 
 __all__ = ["ModuleSearch", "Partition", "partition"]
 

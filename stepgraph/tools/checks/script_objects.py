@@ -13,10 +13,10 @@ from torch.optim.optimizer import Optimizer
 from stepgraph.core.collector import objects_of
 from stepgraph.core.errors import Location
 from stepgraph.core.frames import is_engines
+from stepgraph.engine.observe.step_objects import StepObjects
 from stepgraph.tools.checks.findings import Seen
 from stepgraph.tools.checks.places import stack_of
 from stepgraph.tools.checks.step_functions import StepFunctions
-from stepgraph.engine.observe.step_objects import StepObjects
 
 __all__ = ["ScriptObjects", "calls_from_engine", "clean_parts"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from stepgraph.core.errors import Location
+from stepgraph.core.wording import counted
+from stepgraph.engine.oplog import Difference, Log, differences
 from stepgraph.tools.checks.findings import Seen
 from stepgraph.tools.checks.step_state import Line
-from stepgraph.engine.oplog import Difference, Log, differences
-from stepgraph.core.wording import counted
 
 __all__ = ["StepHistory", "branch_of", "changes"]
 

@@ -26,16 +26,16 @@ from torch.optim.optimizer import Optimizer
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _python_dispatch as dispatch
 
-from stepgraph.engine.backends.tape.refusals import HOST_READS, HostReadGuard, OperatorGuard, is_lift, unseen_by_modules
 from stepgraph.core.errors import CaptureRefused, Location
-from stepgraph.tools.checks.places import is_own_code, place_of
+from stepgraph.core.storage import storage_of
+from stepgraph.engine.backends.tape.refusals import HOST_READS, HostReadGuard, OperatorGuard, is_lift, unseen_by_modules
+from stepgraph.engine.call.proof import roles_of
 from stepgraph.engine.observe.step_objects import StepObjects
 from stepgraph.engine.oplog import Log, OpLog, StandingMode, Vocabulary, noting_unseen
 from stepgraph.engine.oplog.log import FIELDS
 from stepgraph.engine.oplog.optimizer_steps import at_optimizer_steps
+from stepgraph.tools.checks.places import is_own_code, place_of
 from stepgraph.tools.script.cuda_on_cpu import DeviceMode
-from stepgraph.engine.call.proof import roles_of
-from stepgraph.core.storage import storage_of
 
 Note = Callable[[str, str, types.FrameType, Location | None], None]
 """Takes a rule, what happened, the frame in which it happened, and the line if that is another one."""

@@ -21,12 +21,12 @@ import torch
 from torch.utils import _python_dispatch as dispatch
 
 from stepgraph.core.errors import Location
+from stepgraph.core.executed_code import ExecutedCode
+from stepgraph.core.plain_values import is_plain
+from stepgraph.engine.guards.host_values.watch import Watch
 from stepgraph.engine.observe.lines import line_of_change
 from stepgraph.engine.observe.own_changes import ModelState, OwnChange, OwnNumbers
 from stepgraph.engine.observe.step_objects import StepObjects
-from stepgraph.core.plain_values import is_plain
-from stepgraph.core.executed_code import ExecutedCode
-from stepgraph.engine.guards.host_values.watch import Watch
 
 Line = tuple[types.CodeType, int]
 Note = Callable[[str, str, Location | None, str], None]

@@ -21,21 +21,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stepgraph.engine.backends.nodes import NodeDifference, lasting, node_differences
 from stepgraph.core.errors import CaptureError, CaptureRefused, Location, StepgraphWarning, refusal_in
 from stepgraph.core.frames import error_location
-from stepgraph.engine.guards.protocol import Change, Remedy
-from stepgraph.tools.frozen_values.frozen_report import Entry, FrozenReport, FrozenValue, State
-from stepgraph.tools.checks.host_values import HostValue, host_values
-from stepgraph.tools.frozen_values.number_origins import unexplained_numbers
-from stepgraph.engine.step.capture import capture
-from stepgraph.tools.program import program_of
-from stepgraph.engine.oplog import Difference, differences
-from stepgraph.engine.call.proof import NotWarm
-from stepgraph.engine.step.rehearsal import Rehearsal, Rehearsed
-from stepgraph.engine.step.step import CapturedStep
 from stepgraph.core.tracebacks import entry_point
 from stepgraph.core.tree import flatten
+from stepgraph.engine.backends.nodes import NodeDifference, lasting, node_differences
+from stepgraph.engine.call.proof import NotWarm
+from stepgraph.engine.guards.protocol import Change, Remedy
+from stepgraph.engine.oplog import Difference, differences
+from stepgraph.engine.step.capture import capture
+from stepgraph.engine.step.rehearsal import Rehearsal, Rehearsed
+from stepgraph.engine.step.step import CapturedStep
+from stepgraph.tools.checks.host_values import HostValue, host_values
+from stepgraph.tools.frozen_values.frozen_report import Entry, FrozenReport, FrozenValue, State
+from stepgraph.tools.frozen_values.number_origins import unexplained_numbers
+from stepgraph.tools.program import program_of
 
 __all__ = ["examine", "frozen", "judge"]
 

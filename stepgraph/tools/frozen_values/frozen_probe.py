@@ -16,13 +16,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from stepgraph.engine.backends.threads import replaced
 from stepgraph.core.errors import StepgraphError
+from stepgraph.engine.backends.threads import replaced
+from stepgraph.engine.step.step import CapturedStep
 from stepgraph.tools.frozen_values.frozen import examine
-from stepgraph.tools.script.steps import named_call, steps_unwatched
 from stepgraph.tools.script.patience import Patience
 from stepgraph.tools.script.probe import RunningScript
-from stepgraph.engine.step.step import CapturedStep
+from stepgraph.tools.script.steps import named_call, steps_unwatched
 
 __all__ = ["FrozenProbe"]
 

@@ -14,8 +14,8 @@ import types
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from stepgraph.tools.frozen_values.frozen_report import Entry
 from stepgraph.engine.oplog.log import Log, location_of
+from stepgraph.tools.frozen_values.frozen_report import Entry
 
 _POWERS = (1.0, 0.5, 0.25, -1.0, -0.5, -0.25)
 """Powers of a size that torch's operations and their derivatives multiply by."""

@@ -21,9 +21,9 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from stepgraph.core.errors import StepgraphError, refusal_in
+from stepgraph.core.torch_import import importing_torch
 from stepgraph.tools.script.keeper import keep
 from stepgraph.tools.script.request import Request, Status, append
-from stepgraph.core.torch_import import importing_torch
 
 __all__ = ["EarlyStop", "RunningChild", "main"]
 
@@ -180,8 +180,8 @@ def warnings_at_own_lines() -> Iterator[None]:
 
 def run_watched(request: Request, running: RunningChild, probe: Any) -> None:
     """Run the script as `__main__`, with all that watches it."""
-    from stepgraph.tools.script.steps import StepCalls
     from stepgraph.tools.script.main_module import MainModule, NamedStep
+    from stepgraph.tools.script.steps import StepCalls
 
     name = request.script.step
     calls = StepCalls(running)  # whose method a probe may replace

@@ -13,8 +13,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 
-from stepgraph.tools.script.steps import StepEvents, StepFinder
 from stepgraph.tools.script.probe import RunningScript
+from stepgraph.tools.script.steps import StepEvents, StepFinder
 
 __all__ = ["Patience"]
 

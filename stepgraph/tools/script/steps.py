@@ -44,8 +44,8 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer
 
-from stepgraph.engine.backends.threads import replaced
 from stepgraph.core.frames import is_engine
+from stepgraph.engine.backends.threads import replaced
 
 __all__ = ["StepCalls", "StepEvents", "StepFinder", "StepListener", "named_call", "steps_unwatched"]
 

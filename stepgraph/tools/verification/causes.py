@@ -17,17 +17,17 @@ from typing import Any
 
 import torch
 
-from stepgraph.engine.backends import Backend
 from stepgraph.core.errors import Location
-from stepgraph.tools.program import Key, Program, Saved
+from stepgraph.core.tree import flatten
+from stepgraph.engine.backends import Backend
+from stepgraph.engine.call.proof import StepLogs, num_states
 from stepgraph.engine.observe.step_objects import StepObjects
 from stepgraph.engine.oplog import Difference as OperationDifference
 from stepgraph.engine.oplog import Log, first_difference
+from stepgraph.tools.program import Key, Program, Saved
 from stepgraph.tools.verification.agreement import Agreement
 from stepgraph.tools.verification.bits import same_bits
 from stepgraph.tools.verification.trace import Difference, Keeper, Trace, call_values, fresh, vary
-from stepgraph.engine.call.proof import StepLogs, num_states
-from stepgraph.core.tree import flatten
 
 __all__ = [
     "Cause",

@@ -20,8 +20,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stepgraph.engine.backends import backend_for
 from stepgraph.core.errors import InvalidArgument, Location, StepgraphWarning
+from stepgraph.engine.backends import backend_for
 from stepgraph.tools.program import Program
 from stepgraph.tools.verification.causes import (
     Cause,

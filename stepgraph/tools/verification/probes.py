@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from stepgraph.core.errors import StepgraphError
+from stepgraph.core.tree import flatten
 from stepgraph.tools.program import Saved
 from stepgraph.tools.verification.bits import measure, same_bits
 from stepgraph.tools.verification.causes import Pair
 from stepgraph.tools.verification.trace import Difference, fresh, vary
-from stepgraph.core.tree import flatten
 
 __all__ = ["ModuleProbes", "first_differing_module"]
 

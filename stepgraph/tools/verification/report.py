@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from stepgraph.core import catalogue
 from stepgraph.core.errors import Location
+from stepgraph.core.wording import counted
+from stepgraph.engine.call.report import render, size_of
 from stepgraph.tools.verification.compare import Comparison
 from stepgraph.tools.verification.costs import Cost
 from stepgraph.tools.verification.trace import Row
-from stepgraph.engine.call.report import render, size_of
-from stepgraph.core.wording import counted
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

@@ -27,20 +27,26 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.core import wording
+from stepgraph.core.errors import StepgraphError, StepgraphWarning
+from stepgraph.core.storage import storage_of
+from stepgraph.core.tree import flatten
 from stepgraph.engine.backends import Backend, backend_for
 from stepgraph.engine.backends.threads import replaced
-from stepgraph.engine.parts.callables.graphed import GraphedCallable
-from stepgraph.core.errors import StepgraphError, StepgraphWarning
-from stepgraph.engine.step.capture import capture
-from stepgraph.engine.parts.modules.manager import ModuleGraphs
-from stepgraph.tools.program import Key, Program, program_of
+from stepgraph.engine.call.proof import StepLogs
 from stepgraph.engine.observe.step_objects import numbered
-from stepgraph.tools.script.steps import StepCalls
 from stepgraph.engine.oplog import Vocabulary
-from stepgraph.engine.oplog.writes import Writes
 from stepgraph.engine.oplog.optimizer_steps import at_optimizer_steps
-from stepgraph.engine.record.pair.eager_proof import AuditTurns
+from stepgraph.engine.oplog.writes import Writes
+from stepgraph.engine.parts.callables.graphed import GraphedCallable
+from stepgraph.engine.parts.modules.manager import ModuleGraphs
 from stepgraph.engine.parts.stages.manager import StageManager
+from stepgraph.engine.record.pair.eager_proof import AuditTurns
+from stepgraph.engine.step.capture import capture
+from stepgraph.engine.step.step import CapturedStep
+from stepgraph.tools.program import Key, Program, program_of
+from stepgraph.tools.script.patience import Patience
+from stepgraph.tools.script.probe import RunningScript
+from stepgraph.tools.script.steps import StepCalls
 from stepgraph.tools.verification.agreement import Agreement
 from stepgraph.tools.verification.causes import Earlier, HeldOutputs, Pair, logged
 from stepgraph.tools.verification.compare import compare_pair
@@ -49,12 +55,6 @@ from stepgraph.tools.verification.plainly import running_plainly
 from stepgraph.tools.verification.report import out_of_reach
 from stepgraph.tools.verification.subjects import Part, eager_reasons, subject_of_call
 from stepgraph.tools.verification.trace import Keeper, call_values, fresh, noting_writes
-from stepgraph.tools.script.patience import Patience
-from stepgraph.tools.script.probe import RunningScript
-from stepgraph.engine.call.proof import StepLogs
-from stepgraph.engine.step.step import CapturedStep
-from stepgraph.core.storage import storage_of
-from stepgraph.core.tree import flatten
 
 __all__ = ["PARTS", "ScriptMoment", "VerifyProbe"]
 

@@ -22,20 +22,20 @@ from typing import Any
 
 import torch
 
-from stepgraph.engine.parts.callables.graphed import GraphedCallable
 from stepgraph.core.errors import InvalidArgument
-from stepgraph.engine.step.capture import capture
-from stepgraph.engine.parts.modules.graph_modules import GraphedModules
-from stepgraph.engine.parts.modules.manager import ModuleGraphs
-from stepgraph.engine.observe.finder import reachable
-from stepgraph.tools.program import Program, program_of
-from stepgraph.engine.parts.stages.manager import StageManager
-from stepgraph.engine.parts.stages.stage import GraphedStages
-from stepgraph.tools.verification.plainly import running_plainly
-from stepgraph.engine.step.full_iteration import FullCudaGraphWrapper
-from stepgraph.engine.step.step import CapturedStep
 from stepgraph.core.tree import flatten
 from stepgraph.core.wording import counted, with_article
+from stepgraph.engine.observe.finder import reachable
+from stepgraph.engine.parts.callables.graphed import GraphedCallable
+from stepgraph.engine.parts.modules.graph_modules import GraphedModules
+from stepgraph.engine.parts.modules.manager import ModuleGraphs
+from stepgraph.engine.parts.stages.manager import StageManager
+from stepgraph.engine.parts.stages.stage import GraphedStages
+from stepgraph.engine.step.capture import capture
+from stepgraph.engine.step.full_iteration import FullCudaGraphWrapper
+from stepgraph.engine.step.step import CapturedStep
+from stepgraph.tools.program import Program, program_of
+from stepgraph.tools.verification.plainly import running_plainly
 
 __all__ = ["Part", "Subject", "eager_reasons", "subject_of", "subject_of_call"]
 

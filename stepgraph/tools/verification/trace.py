@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
+from stepgraph.core.storage import memory_of, numbers_of, shape_of, special_kind
+from stepgraph.core.tensor_memory import has_memory
+from stepgraph.core.tree import flatten, paths, tree_map
 from stepgraph.engine.backends import Backend
-from stepgraph.tools.program import KINDS, Key, Program
 from stepgraph.engine.oplog import Vocabulary, noting_unseen
 from stepgraph.engine.oplog.writes import WriteLog, Writes
+from stepgraph.tools.program import KINDS, Key, Program
 from stepgraph.tools.verification.bits import Digest, Gap, digest, measure, same_bits
-from stepgraph.core.tensor_memory import has_memory
-from stepgraph.core.storage import memory_of, numbers_of, shape_of, special_kind
-from stepgraph.core.tree import flatten, paths, tree_map
 
 __all__ = ["Difference", "Keeper", "Moment", "Row", "Trace", "arguments_of", "differences", "run", "table", "vary"]
 

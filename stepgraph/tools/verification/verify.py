@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from stepgraph.engine.backends import backend_for
 from stepgraph.core.errors import InvalidArgument
+from stepgraph.core.tracebacks import entry_point
+from stepgraph.engine.backends import backend_for
 from stepgraph.tools.verification.causes import Pair
 from stepgraph.tools.verification.compare import Comparison, compare_pair
 from stepgraph.tools.verification.report import VerifyReport
 from stepgraph.tools.verification.subjects import eager_reasons, subject_of
 from stepgraph.tools.verification.trace import Batches
-from stepgraph.core.tracebacks import entry_point
 
 __all__ = ["verify"]
 

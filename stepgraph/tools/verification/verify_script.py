@@ -19,15 +19,15 @@ from typing import Any, Protocol
 import torch
 
 from stepgraph.core.errors import Location
+from stepgraph.engine.call.report import render
+from stepgraph.tools.script.ranks import exchanged, rank
+from stepgraph.tools.script.run import Outcome, Script, Status, run_script, timed_out
 from stepgraph.tools.verification.causes import Cause, cause_by_kinds, reused_output, unknown_cause
 from stepgraph.tools.verification.compare import Comparison, eager_differs
 from stepgraph.tools.verification.costs import Cost
 from stepgraph.tools.verification.report import Verdict, VerifyReport
 from stepgraph.tools.verification.script_trace import ScriptMoment
 from stepgraph.tools.verification.trace import Difference, Moment, Trace, differences, table
-from stepgraph.tools.script.ranks import exchanged, rank
-from stepgraph.tools.script.run import Outcome, Script, Status, run_script, timed_out
-from stepgraph.engine.call.report import render
 
 __all__ = ["ScriptReport", "verify_script"]
 

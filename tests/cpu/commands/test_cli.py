@@ -18,11 +18,11 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from stepgraph.core import catalogue
-from stepgraph.lab.bench.demo import SETTLING_STEPS, DemoResult, DemoRun, run_demo
-from stepgraph.commands.cli import COMMANDS, app
 from stepgraph.commands.base import CONTEXT_SETTINGS, AsJson, Command, ExitCode, Result, Stopped, Stops, envelope
+from stepgraph.commands.cli import COMMANDS, app
+from stepgraph.core import catalogue
 from stepgraph.core.errors import InvalidArgument
+from stepgraph.lab.bench.demo import SETTLING_STEPS, DemoResult, DemoRun, run_demo
 from tests.forked import NONE
 
 ROOT = Path(__file__).parents[3]

@@ -26,15 +26,15 @@ from stepgraph.commands.frozen import _result, frozen
 from stepgraph.commands.script_options import command_on, takes_script
 from stepgraph.commands.verify import verify
 from stepgraph.core.errors import InvalidArgument, NoStepError, ScriptError
-from stepgraph.tools.frozen_values.frozen_report import FrozenReport
 from stepgraph.tools.checks.step_operations import StepOperations
-from stepgraph.tools.script.steps import StepCalls, goes_back
+from stepgraph.tools.frozen_values.frozen_report import FrozenReport
 from stepgraph.tools.script.child import script_traceback, warnings_at_own_lines
 from stepgraph.tools.script.cuda_on_cpu import DeviceMode
 from stepgraph.tools.script.files import FileWatch, WriteRefused
 from stepgraph.tools.script.main_module import NamedStep
 from stepgraph.tools.script.request import Answer, Outcome, Request, Script, Status, append
 from stepgraph.tools.script.run import follows_a_stop, refuse_no_script, refuse_unjudged
+from stepgraph.tools.script.steps import StepCalls, goes_back
 
 runner = CliRunner()
 app = typer.Typer(context_settings=CONTEXT_SETTINGS, pretty_exceptions_enable=False)

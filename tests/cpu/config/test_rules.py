@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import stepgraph
-from stepgraph.core import catalogue
 from stepgraph.config.environment import Environment
 from stepgraph.config.overrides import CommandLine
 from stepgraph.config.rules import RULES
+from stepgraph.core import catalogue
 from stepgraph.core.errors import ConfigError
 
 TE, LOCAL = "model.cuda_graph_impl=transformer_engine", "model.cuda_graph_impl=local"

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 import stepgraph
-from stepgraph.core import catalogue
-from stepgraph.core import errors
+from stepgraph.core import catalogue, errors
 from stepgraph.core.catalogue import entry, lookup
 from stepgraph.core.errors import CaptureError, CaptureRefused, InvalidArgument, Location, StepgraphError
 

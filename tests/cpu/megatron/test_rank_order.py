@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from stepgraph.core.errors import InvalidArgument
-from stepgraph.megatron.rank_order import order_of_rank
 from stepgraph.engine.order import read_order, samples_of
+from stepgraph.megatron.rank_order import order_of_rank
 
 
 def config(size: int, microbatches: int | None = None, **fields: Any) -> SimpleNamespace:

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from stepgraph.core.errors import InvalidArgument
-from stepgraph.megatron.samples import CallForm, Sizes, sample_of_layer, samples_of_parts
-from stepgraph.lab.models import GPT, GPTConfig, MoEConfig, MoEGPT, VisionConfig, VisionEncoder
 from stepgraph.engine.parts.modules.scopes import Part
+from stepgraph.lab.models import GPT, GPTConfig, MoEConfig, MoEGPT, VisionConfig, VisionEncoder
+from stepgraph.megatron.samples import CallForm, Sizes, sample_of_layer, samples_of_parts
 
 SIZES = Sizes(seq_length=6, micro_batch_size=3, hidden_size=64)
 

@@ -15,8 +15,8 @@ import torch
 from typer.testing import CliRunner
 
 import stepgraph
-from stepgraph.core import catalogue
 from stepgraph.commands.cli import app
+from stepgraph.core import catalogue
 from stepgraph.tools.doctor import DoctorReport, broken_rules, doctor, part, shown_variables
 
 ROOT = Path(__file__).parents[3]

@@ -16,12 +16,12 @@ import torch
 from typer.testing import CliRunner
 
 import stepgraph
-from stepgraph.core import catalogue
-from stepgraph.engine.backends import backend_for
 from stepgraph.commands.cli import app
+from stepgraph.core import catalogue
 from stepgraph.core.errors import CaptureError
-from stepgraph.tools.explain import Evidence, explain
+from stepgraph.engine.backends import backend_for
 from stepgraph.engine.call.failure import capture_error
+from stepgraph.tools.explain import Evidence, explain
 
 PLAIN = {"NO_COLOR": "1", "COLUMNS": "80"}
 runner = CliRunner()

@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
+from stepgraph.core.collector import collector_at_rest
+from stepgraph.core.errors import CaptureRefused
+from stepgraph.core.storage import storage_of
 from stepgraph.engine.backends.base import Graph, RandomUse, Workspace
 from stepgraph.engine.backends.cuda.nodes import read_nodes
 from stepgraph.engine.backends.cuda.order import StreamOrder, order_of_draws
 from stepgraph.engine.backends.cuda.rng import Origin, StateCalls, advance_under_capture, offset_under_capture
 from stepgraph.engine.backends.nodes import Nodes
 from stepgraph.engine.backends.resizing import refusing_resizes
-from stepgraph.core.collector import collector_at_rest
-from stepgraph.core.errors import CaptureRefused
-from stepgraph.core.storage import storage_of
 
 
 def _runtime() -> Any | None:

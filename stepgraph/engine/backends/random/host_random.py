@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from stepgraph.engine.backends import Graph
 from stepgraph.core.catalogue import entry
 from stepgraph.core.collector import state_of
 from stepgraph.core.errors import CaptureRefused
+from stepgraph.engine.backends import Graph
 
 
 class HostRandomWatch:

@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 
-from stepgraph.engine.backends import Backend, backend_for
 from stepgraph.core.errors import CaptureError, InvalidArgument
 from stepgraph.core.frames import called_from_torch
 from stepgraph.core.tracebacks import entry_point
+from stepgraph.engine.backends import Backend, backend_for
 
 _TRACKERS: dict[torch.device, CudaRNGStatesTracker] = {}
 STEP_FIX = (

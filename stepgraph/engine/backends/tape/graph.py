@@ -19,6 +19,11 @@ from typing import Any
 
 import torch
 
+from stepgraph.core.catalogue import entry
+from stepgraph.core.errors import CaptureRefused, StaleMemoryError
+from stepgraph.core.frames import user_location
+from stepgraph.core.storage import special_kind
+from stepgraph.core.tensor_memory import resize_as_before
 from stepgraph.engine.backends.base import Graph, RandomUse
 from stepgraph.engine.backends.tape.collectives import Waiting, is_collective, join_messages, silent
 from stepgraph.engine.backends.tape.memory import Footprint, GraphTrace, PoolPlace, TapePool, arena_for, bytes_of
@@ -33,11 +38,6 @@ from stepgraph.engine.backends.tape.op import (
     mapped,
     run,
 )
-from stepgraph.core.catalogue import entry
-from stepgraph.core.errors import CaptureRefused, StaleMemoryError
-from stepgraph.core.frames import user_location
-from stepgraph.core.tensor_memory import resize_as_before
-from stepgraph.core.storage import special_kind
 
 _ALLOCATIONS = frozenset(
     f"aten::{n}" for n in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")

@@ -30,6 +30,12 @@ from typing import Any
 import torch
 from torch.utils import _python_dispatch as dispatch
 
+from stepgraph.core.catalogue import entry
+from stepgraph.core.collector import collector_at_rest
+from stepgraph.core.errors import CaptureRefused
+from stepgraph.core.executed_code import Unnoted
+from stepgraph.core.frames import user_location
+from stepgraph.core.storage import storage_of
 from stepgraph.engine.backends.base import Backend, Graph, Workspace
 from stepgraph.engine.backends.kernels import LooksInside, may_be_python, python_kernel
 from stepgraph.engine.backends.resizing import refusing_resizes
@@ -39,13 +45,7 @@ from stepgraph.engine.backends.tape.op import PythonKernel, has_memory
 from stepgraph.engine.backends.tape.refusals import HostReadGuard, OperatorGuard, is_lift, unseen_by_modules
 from stepgraph.engine.backends.tape.rng import RandomCalls, recorded_rng_calls
 from stepgraph.engine.backends.threads import compiled_code_runs_eagerly, control_flow_is_compiled
-from stepgraph.core.catalogue import entry
-from stepgraph.core.collector import collector_at_rest
-from stepgraph.core.errors import CaptureRefused
-from stepgraph.core.frames import user_location
-from stepgraph.core.executed_code import Unnoted
 from stepgraph.engine.guards.signature import OwnMode
-from stepgraph.core.storage import storage_of
 
 _QUESTIONS = frozenset(
     getattr(torch.ops.aten, name).default

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
 
-from stepgraph.engine.backends.threads import replaced
 from stepgraph.core.catalogue import Entry, entry
 from stepgraph.core.errors import CaptureRefused
 from stepgraph.core.frames import caller_is_autograd, caller_is_torch, user_location
+from stepgraph.engine.backends.threads import replaced
 from stepgraph.engine.guards.signature import OwnMode
 
 _SYNCHRONIZING = (

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from stepgraph.engine.backends.tape.graph import Head, TapeGraph
-from stepgraph.engine.backends.threads import replaced
 from stepgraph.core.catalogue import entry
 from stepgraph.core.collector import state_of
 from stepgraph.core.errors import CaptureRefused
 from stepgraph.core.frames import user_location
+from stepgraph.engine.backends.tape.graph import Head, TapeGraph
+from stepgraph.engine.backends.threads import replaced
 
 
 class RandomCalls:

@@ -25,11 +25,11 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from stepgraph.engine.guards.protocol import Change
 from stepgraph.core.plain_values import is_plain, same
 from stepgraph.core.tree import flatten, unflatten
 from stepgraph.engine.guards.host_values.naming import describe_change
 from stepgraph.engine.guards.host_values.parts import Place, attribute_of, item_at
+from stepgraph.engine.guards.protocol import Change
 
 NUMBERS = (int, float, bool)
 _MAX_CHECKS = 64

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from stepgraph.engine.guards.protocol import Change
 from stepgraph.core.plain_values import MISSING, told
+from stepgraph.engine.guards.protocol import Change
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,6 @@ from typing import Any
 import torch
 
 from stepgraph.core.frames import is_engines
-from stepgraph.engine.guards.layout import Layouts, change_of, layout_of
-from stepgraph.engine.guards.protocol import Change
-from stepgraph.engine.backends.native.library import native_row
-from stepgraph.engine.backends.native.row import GuardRow
 from stepgraph.core.plain_values import (
     MISSING,
     attributes_of,
@@ -36,7 +32,11 @@ from stepgraph.core.plain_values import (
     told,
 )
 from stepgraph.core.storage import geometry_of, special_kind
+from stepgraph.engine.backends.native.library import native_row
+from stepgraph.engine.backends.native.row import GuardRow
 from stepgraph.engine.guards.host_values.naming import Label, describe_change
+from stepgraph.engine.guards.layout import Layouts, change_of, layout_of
+from stepgraph.engine.guards.protocol import Change
 
 _MAX_SINGLE = 16
 """Most items of one list that are compared one by one in Python; more are compared together."""

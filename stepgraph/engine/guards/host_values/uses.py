@@ -20,8 +20,8 @@ import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from stepgraph.core.frames import is_engine, is_installed, is_users_code
 from stepgraph.core.executed_code import strings_in
+from stepgraph.core.frames import is_engine, is_installed, is_users_code
 from stepgraph.engine.guards.host_values.parts import Place, attribute_of, item_at
 
 _ENDS = frozenset(

@@ -30,12 +30,28 @@ from typing import Any, Protocol
 
 import torch
 
-from stepgraph.core.frames import is_engines, is_installed, is_installed_module, is_own, is_standard, is_users, is_users_code
+from stepgraph.core.executed_code import MAKING, ExecutedCode, Running, functions_behind, globals_in
+from stepgraph.core.frames import (
+    is_engines,
+    is_installed,
+    is_installed_module,
+    is_own,
+    is_standard,
+    is_users,
+    is_users_code,
+)
 from stepgraph.core.frames import is_users_module as is_users_name
 from stepgraph.core.plain_values import attributes_of, cached_by, is_plain, items_of
-from stepgraph.core.executed_code import MAKING, ExecutedCode, Running, functions_behind, globals_in
 from stepgraph.engine.guards.host_values.naming import Label, Labels
-from stepgraph.engine.guards.host_values.parts import Place, attribute_of, by_identity, default_of, defaults_of, in_slot, result_of
+from stepgraph.engine.guards.host_values.parts import (
+    Place,
+    attribute_of,
+    by_identity,
+    default_of,
+    defaults_of,
+    in_slot,
+    result_of,
+)
 
 MAX_OBJECTS = 20_000
 MAX_ITEMS = 4096

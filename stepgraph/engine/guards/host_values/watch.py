@@ -21,11 +21,9 @@ from typing import Any
 
 import torch
 
-from stepgraph.engine.guards.layout import layout_of
-from stepgraph.engine.guards.protocol import Change
-from stepgraph.engine.backends.native.row import GuardRow
-from stepgraph.core.plain_values import attributes_of, cached_by
 from stepgraph.core.executed_code import ExecutedCode
+from stepgraph.core.plain_values import attributes_of, cached_by
+from stepgraph.engine.backends.native.row import GuardRow
 from stepgraph.engine.backends.random.sources import Source, source_of
 from stepgraph.engine.guards.host_values import parts
 from stepgraph.engine.guards.host_values.decisions import Answers, HostValues, can_trace
@@ -33,6 +31,8 @@ from stepgraph.engine.guards.host_values.naming import Label
 from stepgraph.engine.guards.host_values.parts import Names, Place, expect_places
 from stepgraph.engine.guards.host_values.uses import Uses
 from stepgraph.engine.guards.host_values.walk import MAX_ITEMS, MAX_OBJECTS, Walk, Wants
+from stepgraph.engine.guards.layout import layout_of
+from stepgraph.engine.guards.protocol import Change
 
 _CUT_SHORT = (
     f"the step can name more than {MAX_OBJECTS:,} objects: values in the others are not watched, and a change there is "

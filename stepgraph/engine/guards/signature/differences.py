@@ -8,8 +8,8 @@ from typing import Any
 
 from stepgraph.core.ambient import AMBIENT_NAMES
 from stepgraph.core.tensor_attributes import attributes_in
-from stepgraph.engine.guards.signature.key import Signature, alignment_in, describe_leaf
 from stepgraph.core.tree import Structure, argument_name, step_into
+from stepgraph.engine.guards.signature.key import Signature, alignment_in, describe_leaf
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from stepgraph.core.ambient import compiler_guards
-from stepgraph.engine.guards.signature.key import gradient_mark
 from stepgraph.core.tensor_memory import alignment_of, sharing
+from stepgraph.engine.guards.signature.key import gradient_mark
 
 _TensorGuards: Any = getattr(compiler_guards, "TensorGuards", None)
 _PLAIN = frozenset({type(None), bool, int, str})

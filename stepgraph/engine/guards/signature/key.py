@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
+from stepgraph.core.ambient import AMBIENT_NAMES
 from stepgraph.core.errors import CaptureError, InvalidArgument
 from stepgraph.core.plain_values import token
-from stepgraph.core.ambient import AMBIENT_NAMES
+from stepgraph.core.storage import address_of, is_strided, shape_of, special_kind
 from stepgraph.core.tensor_attributes import NONE, Attributes, attributes_in, attributes_on, refuse_unlike_buffers
 from stepgraph.core.tensor_memory import Alignment, alignment_of
-from stepgraph.core.storage import address_of, is_strided, shape_of, special_kind
 from stepgraph.core.tree import Structure, argument_name, flatten, hidden_tensor, paths
 from stepgraph.core.wording import with_article
 

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 
 from stepgraph.core.errors import InvalidArgument, SignatureMismatch
+from stepgraph.core.tensor_attributes import NONE, as_given, attributes_in
+from stepgraph.core.tensor_memory import Alignment, alignment_of
+from stepgraph.core.tree import Structure
 from stepgraph.engine.guards.signature import (
     AMBIENT_NAMES,
     Signature,
@@ -22,10 +25,7 @@ from stepgraph.engine.guards.signature import (
     leaf_keys,
     refuse_arguments,
 )
-from stepgraph.core.tensor_attributes import NONE, as_given, attributes_in
 from stepgraph.engine.guards.signature.key import alignment_in
-from stepgraph.core.tensor_memory import Alignment, alignment_of
-from stepgraph.core.tree import Structure
 
 _GRAD = AMBIENT_NAMES.index("grad mode")
 _INFERENCE = AMBIENT_NAMES.index("inference mode")

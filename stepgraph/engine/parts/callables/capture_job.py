@@ -10,35 +10,35 @@ from typing import Any
 
 import torch
 
+from stepgraph.core.errors import CaptureError, InvalidArgument
+from stepgraph.core.frames import warn_user
+from stepgraph.core.storage import refuse_lazy
+from stepgraph.core.tree import flatten
 from stepgraph.engine.backends import Backend
+from stepgraph.engine.call.backend_choice import choose_backend
+from stepgraph.engine.call.proof import NotWarm
+from stepgraph.engine.call.session import Session
+from stepgraph.engine.guards.hooks import is_hooked
+from stepgraph.engine.guards.signature import ambient_key
+from stepgraph.engine.observe.ddp import reduced_parameters
+from stepgraph.engine.oplog import first_difference
+from stepgraph.engine.order import Kind, samples_of
+from stepgraph.engine.order.cursor import Cursor, Turn
 from stepgraph.engine.parts.callables.call_shape import CallShape
 from stepgraph.engine.parts.callables.graphed import GraphedCallable, GraphedSet, refuse_another_backward
 from stepgraph.engine.parts.callables.request import Request
 from stepgraph.engine.parts.callables.sample_graphs import GraphCapture, SampleGraphs
 from stepgraph.engine.parts.callables.target import refuse_ddp, target_of
 from stepgraph.engine.parts.callables.warm_up import CaptureTimeHooks, WarmUpCall, warm_up
-from stepgraph.core.errors import CaptureError, InvalidArgument
-from stepgraph.core.frames import warn_user
-from stepgraph.engine.guards.hooks import is_hooked
-from stepgraph.engine.observe.ddp import reduced_parameters
-from stepgraph.engine.oplog import first_difference
-from stepgraph.engine.order import Kind, samples_of
-from stepgraph.engine.order.cursor import Cursor, Turn
 from stepgraph.engine.record.pair.cached_casts import shared_cast
 from stepgraph.engine.record.pair.call import NotedArguments
 from stepgraph.engine.record.pair.eager import note_call
+from stepgraph.engine.record.pair.eager_proof import AuditTurns
 from stepgraph.engine.record.pair.kind import CallKind
 from stepgraph.engine.record.pair.lanes import PoolLane, under_way
-from stepgraph.engine.record.pair.eager_proof import AuditTurns
 from stepgraph.engine.record.pair.runner import Runner
 from stepgraph.engine.record.pair.shared import PairSession
 from stepgraph.engine.record.pair.target import PairTarget
-from stepgraph.engine.call.backend_choice import choose_backend
-from stepgraph.engine.call.proof import NotWarm
-from stepgraph.engine.call.session import Session
-from stepgraph.engine.guards.signature import ambient_key
-from stepgraph.core.storage import refuse_lazy
-from stepgraph.core.tree import flatten
 
 
 class CaptureJob:

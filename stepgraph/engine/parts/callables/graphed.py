@@ -10,30 +10,30 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
-from stepgraph.engine.memory.borrowed import BorrowedTensor, any_held
-from stepgraph.engine.memory.inputs import ArgMetadata
-from stepgraph.engine.parts.callables.handover import held_result, take_back, warn_held_result
-from stepgraph.engine.parts.callables.sample_graphs import SampleGraphs
-from stepgraph.engine.parts.callables.warm_up import CaptureTimeHooks
+from stepgraph.core.ambient import autocast_now
 from stepgraph.core.errors import CaptureError, ClosedError, InvalidArgument, StateChanged, StepgraphError
 from stepgraph.core.frames import untraced
+from stepgraph.core.tracebacks import trim
+from stepgraph.core.tree import CallFlattener
+from stepgraph.core.wording import counted, quantities
+from stepgraph.engine.call.interrupt import interrupts_held
+from stepgraph.engine.call.messages import refuse_second_thread
+from stepgraph.engine.call.report import GraphReport, outline, with_counts
 from stepgraph.engine.guards.hooks import global_hook, has_global_hooks
+from stepgraph.engine.guards.signature import reason_for_eager, saved_tensor_hooks
+from stepgraph.engine.memory.borrowed import BorrowedTensor, any_held
+from stepgraph.engine.memory.inputs import ArgMetadata
 from stepgraph.engine.observe.ddp import decides_buckets, in_ddp
 from stepgraph.engine.oplog import is_logged
 from stepgraph.engine.order import Kind
 from stepgraph.engine.order.cursor import Cursor
+from stepgraph.engine.parts.callables.handover import held_result, take_back, warn_held_result
+from stepgraph.engine.parts.callables.sample_graphs import SampleGraphs
+from stepgraph.engine.parts.callables.warm_up import CaptureTimeHooks
 from stepgraph.engine.record.pair.in_flight import held_gradient, run_forward
 from stepgraph.engine.record.pair.module_method import put_in_place
 from stepgraph.engine.record.pair.runner import Grads, Runner, RunnerState
 from stepgraph.engine.record.pair.shared import PairSession
-from stepgraph.engine.call.interrupt import interrupts_held
-from stepgraph.engine.call.messages import refuse_second_thread
-from stepgraph.engine.call.report import GraphReport, outline, with_counts
-from stepgraph.engine.guards.signature import reason_for_eager, saved_tensor_hooks
-from stepgraph.core.ambient import autocast_now
-from stepgraph.core.tracebacks import trim
-from stepgraph.core.tree import CallFlattener
-from stepgraph.core.wording import counted, quantities
 
 P = ParamSpec("P")
 R = TypeVar("R")

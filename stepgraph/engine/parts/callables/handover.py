@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from stepgraph.engine.memory.borrowed import BorrowedTensor, lend_out
 from stepgraph.core.errors import CaptureError
 from stepgraph.core.frames import warn_user
+from stepgraph.engine.memory.borrowed import BorrowedTensor, lend_out
 
 
 class HandoverBuffer:

@@ -14,19 +14,19 @@ from typing import Annotated, Any, ParamSpec, TypedDict, TypeVar, Unpack, overlo
 
 import torch
 
+from stepgraph.core.errors import InvalidArgument
+from stepgraph.core.tracebacks import entry_point
+from stepgraph.core.wording import with_article
 from stepgraph.engine.backends import Backend
+from stepgraph.engine.call.interrupt import interrupts_held
+from stepgraph.engine.call.options import Audit, checked, reads_options, refuse_both
+from stepgraph.engine.call.session import Session
+from stepgraph.engine.observe.ddp import unwrapped
+from stepgraph.engine.order.entries import is_count
 from stepgraph.engine.parts.callables.capture_job import CaptureJob
 from stepgraph.engine.parts.callables.graphed import CallablesReport, GraphedCallable
 from stepgraph.engine.parts.callables.request import Request, read_request
 from stepgraph.engine.parts.callables.warm_up import CaptureTimeHooks
-from stepgraph.core.errors import InvalidArgument
-from stepgraph.engine.observe.ddp import unwrapped
-from stepgraph.engine.order.entries import is_count
-from stepgraph.engine.call.interrupt import interrupts_held
-from stepgraph.engine.call.options import Audit, checked, reads_options, refuse_both
-from stepgraph.engine.call.session import Session
-from stepgraph.core.tracebacks import entry_point
-from stepgraph.core.wording import with_article
 
 P = ParamSpec("P")
 R = TypeVar("R")

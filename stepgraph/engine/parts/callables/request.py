@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from stepgraph.core.errors import InvalidArgument
+from stepgraph.core.wording import counted, with_article
 from stepgraph.engine.observe.ddp import unwrapped
 from stepgraph.engine.order import Entry, Kind, count_microbatches, read_order
 from stepgraph.engine.order.entries import is_count
 from stepgraph.engine.order.lifetimes import layers_of_samples
-from stepgraph.core.wording import counted, with_article
 
 
 @dataclass(frozen=True, slots=True)

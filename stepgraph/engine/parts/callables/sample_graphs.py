@@ -18,18 +18,19 @@ from typing import TypeAlias
 
 import torch
 
+from stepgraph.core.ambient import changed_flags
+from stepgraph.core.errors import InvalidArgument
 from stepgraph.engine.memory.borrowed import BorrowedTensor
 from stepgraph.engine.memory.inputs import ArgMetadata
 from stepgraph.engine.memory.outputs import StaticOutputs
+from stepgraph.engine.observe.step_objects import leaves_behind
+from stepgraph.engine.oplog import Difference, Log
+from stepgraph.engine.order import Kind, plan_buffers, samples_of
 from stepgraph.engine.parts.callables.call_shape import CallShape
 from stepgraph.engine.parts.callables.handover import Handover, HandoverBuffers, SampleHandovers
 from stepgraph.engine.parts.callables.request import Request
 from stepgraph.engine.parts.callables.target import named
 from stepgraph.engine.parts.callables.warm_up import CaptureTimeHooks
-from stepgraph.core.errors import InvalidArgument
-from stepgraph.engine.observe.step_objects import leaves_behind
-from stepgraph.engine.oplog import Difference, Log
-from stepgraph.engine.order import Kind, plan_buffers, samples_of
 from stepgraph.engine.record.pair.audit import differs
 from stepgraph.engine.record.pair.call import CallBuffers, EagerCall
 from stepgraph.engine.record.pair.kind import CallKind
@@ -44,7 +45,6 @@ from stepgraph.engine.record.pair.ordered import (
 from stepgraph.engine.record.pair.runner import Runner, WeightGraph
 from stepgraph.engine.record.pair.target import PairTarget
 from stepgraph.engine.record.pair.uses import is_reentrant
-from stepgraph.core.ambient import changed_flags
 
 
 class SampleGraphs:

@@ -17,14 +17,14 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from stepgraph.core.errors import CaptureError
+from stepgraph.engine.backends.random.tracker import tracker_for
+from stepgraph.engine.call.failure import capture_error, cause_of
+from stepgraph.engine.call.options import PairOptions
 from stepgraph.engine.observe.ddp import unwrapped
 from stepgraph.engine.observe.finder import reachable
 from stepgraph.engine.record.pair.module_method import called_method
 from stepgraph.engine.record.pair.shared import PairSession
 from stepgraph.engine.record.pair.target import PairTarget
-from stepgraph.engine.backends.random.tracker import tracker_for
-from stepgraph.engine.call.failure import capture_error, cause_of
-from stepgraph.engine.call.options import PairOptions
 
 _OPTIONS = PairOptions(strict=True, on_error="raise", ignore=("current_microbatch", "is_first_microbatch"))
 """A failure is raised. Training loops set the ignored attributes on layers before each call; no graph reads them."""

@@ -17,14 +17,19 @@ from typing import Any
 
 import torch
 
-from stepgraph.engine.backends import Backend
-from stepgraph.engine.memory.inputs import tensors_among
-from stepgraph.engine.parts.callables.call_shape import detached
-from stepgraph.engine.parts.callables.target import named
+from stepgraph.core.ambient import under_autocast, without_saved_tensor_hooks
 from stepgraph.core.collector import state_of
 from stepgraph.core.errors import InvalidArgument
+from stepgraph.core.tensor_memory import SavedContents
+from stepgraph.core.tree import flatten, unflatten
+from stepgraph.core.wording import counted, with_article
+from stepgraph.engine.backends import Backend
+from stepgraph.engine.backends.random.tracker import tracker_for
+from stepgraph.engine.memory.inputs import tensors_among
 from stepgraph.engine.observe.module_attributes import ModuleAttributes
 from stepgraph.engine.observe.step_objects import leaves_behind
+from stepgraph.engine.parts.callables.call_shape import detached
+from stepgraph.engine.parts.callables.target import named
 from stepgraph.engine.record.pair.cached_casts import as_computed, keeps_casts
 from stepgraph.engine.record.pair.call import EagerCall
 from stepgraph.engine.record.pair.eager import run_call
@@ -32,11 +37,6 @@ from stepgraph.engine.record.pair.kind import CallKind
 from stepgraph.engine.record.pair.parameter_proxies import without_hooks
 from stepgraph.engine.record.pair.target import PairTarget
 from stepgraph.engine.record.pair.uses import is_reentrant
-from stepgraph.engine.backends.random.tracker import tracker_for
-from stepgraph.core.ambient import under_autocast, without_saved_tensor_hooks
-from stepgraph.core.tensor_memory import SavedContents
-from stepgraph.core.tree import flatten, unflatten
-from stepgraph.core.wording import counted, with_article
 
 PHASES = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 

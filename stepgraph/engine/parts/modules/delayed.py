@@ -11,10 +11,10 @@ from collections.abc import Mapping
 
 import torch
 
-from stepgraph.engine.memory.borrowed import BorrowedTensor
 from stepgraph.core.errors import CaptureError
-from stepgraph.engine.parts.modules.site import ModuleSite
+from stepgraph.engine.memory.borrowed import BorrowedTensor
 from stepgraph.engine.observe.step_objects import leaves_behind
+from stepgraph.engine.parts.modules.site import ModuleSite
 from stepgraph.engine.record.pair.call import EagerCall
 from stepgraph.engine.record.pair.ordered import InputPart, record_input_part, record_weight_part
 from stepgraph.engine.record.pair.runner import Runner

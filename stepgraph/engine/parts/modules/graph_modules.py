@@ -11,6 +11,12 @@ import torch
 from stepgraph.config.objects import checked_settings
 from stepgraph.core.errors import InvalidArgument
 from stepgraph.core.frames import warn_user
+from stepgraph.core.tracebacks import entry_point
+from stepgraph.core.wording import quantities, with_article
+from stepgraph.engine.call.interrupt import interrupts_held
+from stepgraph.engine.call.options import Audit, Hook, Outputs, PairOnError, expect, reads_options, renamed
+from stepgraph.engine.call.report import outline
+from stepgraph.engine.call.session import Session
 from stepgraph.engine.parts.modules.manager import ModuleGraphs
 from stepgraph.engine.parts.modules.options import ModuleOptions, options_of
 from stepgraph.engine.parts.modules.report import ModuleReport, report_on
@@ -18,12 +24,6 @@ from stepgraph.engine.parts.modules.scopes import Part, ScopeRegistry, read_scop
 from stepgraph.engine.parts.modules.session import ModuleSession
 from stepgraph.engine.parts.modules.static_buffers import CudagraphBufferMetadata, static_buffers
 from stepgraph.engine.record.pair.module_method import called_method, put_in_place
-from stepgraph.engine.call.interrupt import interrupts_held
-from stepgraph.engine.call.options import Audit, Hook, Outputs, PairOnError, expect, reads_options, renamed
-from stepgraph.engine.call.report import outline
-from stepgraph.engine.call.session import Session
-from stepgraph.core.tracebacks import entry_point
-from stepgraph.core.wording import quantities, with_article
 
 
 def _older_names(given: dict[str, Any]) -> None:

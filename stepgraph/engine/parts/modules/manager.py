@@ -15,22 +15,13 @@ import torch
 
 from stepgraph.core.errors import CaptureError, InvalidArgument, StepgraphError
 from stepgraph.core.frames import untraced, warn_user
-from stepgraph.engine.guards.hooks import global_hook, has_global_hooks
-from stepgraph.engine.parts.modules.options import options_from
-from stepgraph.engine.parts.modules.report import ModuleReport, report_on
-from stepgraph.engine.parts.modules.round import FixedRound
-from stepgraph.engine.parts.modules.session import ModuleSession
-from stepgraph.engine.parts.modules.site import ManagedModule, ModuleSite
-from stepgraph.engine.observe.ddp import in_ddp
-from stepgraph.engine.oplog import is_logged
-from stepgraph.engine.record.pair.in_flight import run_forward
-from stepgraph.engine.record.pair.kind import CallKind
-from stepgraph.engine.record.pair.runner import Runner, RunnerState
-from stepgraph.engine.record.pair.target import PairTarget
+from stepgraph.core.tracebacks import entry_point, trim
+from stepgraph.core.tree import CallFlattener, Structure
 from stepgraph.engine.backends.random.tracker import tracker_for
 from stepgraph.engine.call.backend_choice import refuse_elsewhere
 from stepgraph.engine.call.messages import refuse_second_thread, signature_mismatch, unsigned
 from stepgraph.engine.call.report import outline
+from stepgraph.engine.guards.hooks import global_hook, has_global_hooks
 from stepgraph.engine.guards.signature import (
     Signature,
     ambient_key,
@@ -39,8 +30,17 @@ from stepgraph.engine.guards.signature import (
     refuse_arguments,
     saved_tensor_hooks,
 )
-from stepgraph.core.tracebacks import entry_point, trim
-from stepgraph.core.tree import CallFlattener, Structure
+from stepgraph.engine.observe.ddp import in_ddp
+from stepgraph.engine.oplog import is_logged
+from stepgraph.engine.parts.modules.options import options_from
+from stepgraph.engine.parts.modules.report import ModuleReport, report_on
+from stepgraph.engine.parts.modules.round import FixedRound
+from stepgraph.engine.parts.modules.session import ModuleSession
+from stepgraph.engine.parts.modules.site import ManagedModule, ModuleSite
+from stepgraph.engine.record.pair.in_flight import run_forward
+from stepgraph.engine.record.pair.kind import CallKind
+from stepgraph.engine.record.pair.runner import Runner, RunnerState
+from stepgraph.engine.record.pair.target import PairTarget
 
 _LONGEST_ROUND = 1000
 """After so many calls a new round begins, even if calls are in flight: their results may be kept for good."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from stepgraph.engine.memory.inputs import ArgMetadata
-from stepgraph.engine.guards.signature import Signature, ambient_key, find_differences, leaf_key
 from stepgraph.core.tree import flatten
+from stepgraph.engine.guards.signature import Signature, ambient_key, find_differences, leaf_key
+from stepgraph.engine.memory.inputs import ArgMetadata
 
 
 def get_mismatch_errors(

@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
-from stepgraph.engine.parts.modules.site import ManagedModule, ModuleCall, ModuleSite
+from stepgraph.core.tree import Structure
+from stepgraph.engine.call.proof import varying_operations
 from stepgraph.engine.oplog import Log, first_difference
 from stepgraph.engine.order import Kind
+from stepgraph.engine.parts.modules.site import ManagedModule, ModuleCall, ModuleSite
 from stepgraph.engine.record.pair.cached_casts import keeps_casts
 from stepgraph.engine.record.pair.call import NotedArguments
 from stepgraph.engine.record.pair.eager import note_call, run_call
 from stepgraph.engine.record.pair.shared import PairSession
 from stepgraph.engine.record.pair.waiting import WaitingCall
-from stepgraph.engine.call.proof import varying_operations
-from stepgraph.core.tree import Structure
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from stepgraph.engine.parts.modules.session import ModuleSession
-from stepgraph.engine.call.report import GraphReport, sum_known, with_counts
 from stepgraph.core.wording import quantities
+from stepgraph.engine.call.report import GraphReport, sum_known, with_counts
+from stepgraph.engine.parts.modules.session import ModuleSession
 
 
 @dataclass(frozen=True, slots=True)

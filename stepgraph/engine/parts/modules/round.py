@@ -15,19 +15,19 @@ from dataclasses import dataclass
 
 import torch
 
+from stepgraph.engine.call.proof import NotWarm
 from stepgraph.engine.memory.borrowed import BorrowedTensor
 from stepgraph.engine.memory.inputs import ArgMetadata, SharedBuffer
+from stepgraph.engine.order import Kind
+from stepgraph.engine.order.cursor import Cursor, Turn
 from stepgraph.engine.parts.modules.delayed import leaves_weights, never_asked, record_inputs, record_weights
 from stepgraph.engine.parts.modules.memory_plan import FixedOrder, MemoryPlan
 from stepgraph.engine.parts.modules.recorder import Event
 from stepgraph.engine.parts.modules.site import ModuleCall, ModuleSite
-from stepgraph.engine.order import Kind
-from stepgraph.engine.order.cursor import Cursor, Turn
 from stepgraph.engine.record.pair.call import CallBuffers
 from stepgraph.engine.record.pair.lanes import PoolLane, under_way
 from stepgraph.engine.record.pair.ordered import InputPart
 from stepgraph.engine.record.pair.runner import Grads, Runner
-from stepgraph.engine.call.proof import NotWarm
 
 
 class RoundCapture:

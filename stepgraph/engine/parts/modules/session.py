@@ -9,29 +9,29 @@ from collections.abc import Collection, Hashable, Sequence
 
 import torch
 
-from stepgraph.engine.backends import is_capturing
+from stepgraph.core.ambient import changed_flags
 from stepgraph.core.frames import warn_user
+from stepgraph.core.tracebacks import entry_point
+from stepgraph.engine.backends import is_capturing
+from stepgraph.engine.call.interrupt import interrupts_held
+from stepgraph.engine.call.limits import weigh_changes
+from stepgraph.engine.call.messages import warn_misspelt, warn_operations_changed, warn_other_answer
+from stepgraph.engine.call.session import Session
 from stepgraph.engine.guards.hooks import is_hooked
+from stepgraph.engine.oplog import Difference, first_difference
+from stepgraph.engine.order import Kind
 from stepgraph.engine.parts.modules.delayed import leaves_weights, record_inputs, record_weights
 from stepgraph.engine.parts.modules.memory_plan import AnyOrder, FixedOrder, MemoryPlan
 from stepgraph.engine.parts.modules.recorder import Event, Recorder
 from stepgraph.engine.parts.modules.round import FixedRound, RoundCapture
 from stepgraph.engine.parts.modules.site import ManagedModule, ModuleCall, ModuleSite
-from stepgraph.engine.oplog import Difference, first_difference
-from stepgraph.engine.order import Kind
 from stepgraph.engine.record.pair.audit import differs
 from stepgraph.engine.record.pair.call import EagerCall
+from stepgraph.engine.record.pair.eager_proof import AuditTurns
 from stepgraph.engine.record.pair.guard import SiteGuard
 from stepgraph.engine.record.pair.lanes import Tenant
-from stepgraph.engine.record.pair.eager_proof import AuditTurns
 from stepgraph.engine.record.pair.runner import Runner
 from stepgraph.engine.record.pair.shared import PairSession, live_sessions
-from stepgraph.engine.call.interrupt import interrupts_held
-from stepgraph.engine.call.limits import weigh_changes
-from stepgraph.engine.call.messages import warn_misspelt, warn_operations_changed, warn_other_answer
-from stepgraph.engine.call.session import Session
-from stepgraph.core.ambient import changed_flags
-from stepgraph.core.tracebacks import entry_point
 
 
 class ModuleSession(PairSession):

@@ -13,9 +13,12 @@ from typing import Any
 
 import torch
 
-from stepgraph.engine.memory.outputs import StaticOutputs
 from stepgraph.core.errors import CaptureError
 from stepgraph.core.frames import warn_user
+from stepgraph.core.storage import storage_of
+from stepgraph.core.tree import Structure
+from stepgraph.engine.guards.signature.fast_match import FastMatch
+from stepgraph.engine.memory.outputs import StaticOutputs
 from stepgraph.engine.parts.modules.options import ModuleOptions
 from stepgraph.engine.record.pair.cached_casts import shared_cast
 from stepgraph.engine.record.pair.call import EagerCall
@@ -24,9 +27,6 @@ from stepgraph.engine.record.pair.lanes import Tenant
 from stepgraph.engine.record.pair.own_uses import UsesWatch
 from stepgraph.engine.record.pair.runner import DelayedWeights, Runner
 from stepgraph.engine.record.pair.target import PairTarget
-from stepgraph.engine.guards.signature.fast_match import FastMatch
-from stepgraph.core.storage import storage_of
-from stepgraph.core.tree import Structure
 
 
 class ManagedModule:

@@ -11,18 +11,18 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from stepgraph.engine.memory.inputs import ArgMetadata
 from stepgraph.core.errors import CaptureError
+from stepgraph.engine.call.proof import NotWarm
+from stepgraph.engine.memory.inputs import ArgMetadata
 from stepgraph.engine.order import plan_buffers, read_order
 from stepgraph.engine.order.entries import Entry, Kind, Order
+from stepgraph.engine.parts.stages.manager import StageCall, StageManager
 from stepgraph.engine.record.pair.call import CallBuffers
 from stepgraph.engine.record.pair.kind import CallKind
 from stepgraph.engine.record.pair.lanes import PoolLane
 from stepgraph.engine.record.pair.ordered import InputPart, OrderedMemory, record_input_part, record_weight_part
 from stepgraph.engine.record.pair.runner import Runner
 from stepgraph.engine.record.pair.target import PairTarget
-from stepgraph.engine.parts.stages.manager import StageCall, StageManager
-from stepgraph.engine.call.proof import NotWarm
 
 
 class StageCapture:

@@ -22,7 +22,12 @@ import torch
 
 from stepgraph.core.errors import CaptureError, InvalidArgument, SignatureMismatch, StepgraphError, refusal_in
 from stepgraph.core.frames import untraced
+from stepgraph.core.tree import CallFlattener, Structure, unflatten
+from stepgraph.engine.backends.random.tracker import tracker_for
+from stepgraph.engine.call.backend_choice import refuse_elsewhere
+from stepgraph.engine.call.interrupt import interrupts_held
 from stepgraph.engine.grads.param_grads import GradPart
+from stepgraph.engine.guards.signature import Signature, ambient_key, find_differences, leaf_keys, refuse_arguments
 from stepgraph.engine.oplog import Difference
 from stepgraph.engine.order.cursor import Cursor
 from stepgraph.engine.order.entries import Entry, Kind
@@ -34,11 +39,6 @@ from stepgraph.engine.record.pair.in_flight import run_forward
 from stepgraph.engine.record.pair.kind import CallKind
 from stepgraph.engine.record.pair.runner import Runner, WeightGraph
 from stepgraph.engine.record.pair.target import PairTarget
-from stepgraph.engine.backends.random.tracker import tracker_for
-from stepgraph.engine.call.backend_choice import refuse_elsewhere
-from stepgraph.engine.call.interrupt import interrupts_held
-from stepgraph.engine.guards.signature import Signature, ambient_key, find_differences, leaf_keys, refuse_arguments
-from stepgraph.core.tree import CallFlattener, Structure, unflatten
 
 
 class Mode(enum.Enum):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from stepgraph.engine.call.report import GraphReport, with_counts
 from stepgraph.core.wording import quantities
+from stepgraph.engine.call.report import GraphReport, with_counts
 
 
 @dataclass(frozen=True, slots=True)

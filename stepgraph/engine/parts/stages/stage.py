@@ -22,18 +22,8 @@ from typing import Any
 import torch
 
 from stepgraph.core.errors import CaptureError, StepgraphError
-from stepgraph.engine.guards.hooks import global_hook, has_global_hooks, is_hooked
-from stepgraph.engine.order import order_from_pipelining, read_order
-from stepgraph.engine.order.cursor import Cursor, Turn
-from stepgraph.engine.order.entries import Entry
-from stepgraph.engine.record.pair.module_method import called_method, put_in_place
-from stepgraph.engine.record.pair.eager_proof import AuditTurns
-from stepgraph.engine.record.pair.shared import PairSession
-from stepgraph.engine.record.pair.target import PairTarget
-from stepgraph.engine.parts.stages.capture import CaptureFailed, StageCapture
-from stepgraph.engine.parts.stages.manager import CurrentStep, Mode, StageManager
-from stepgraph.engine.parts.stages.report import StageReport, StageRow
-from stepgraph.engine.parts.stages.torch_stage import check, chunks_of, has_forward_context, own_methods
+from stepgraph.core.tracebacks import trim
+from stepgraph.core.wording import counted
 from stepgraph.engine.call.interrupt import interrupts_held
 from stepgraph.engine.call.limits import weigh_changes
 from stepgraph.engine.call.messages import refuse_second_thread, warn_misspelt, warn_operations_changed
@@ -41,9 +31,19 @@ from stepgraph.engine.call.options import Audit, Hook, PairOnError, PairOptions,
 from stepgraph.engine.call.proof import NotWarm
 from stepgraph.engine.call.report import outline
 from stepgraph.engine.call.session import Session
+from stepgraph.engine.guards.hooks import global_hook, has_global_hooks, is_hooked
 from stepgraph.engine.guards.signature import reason_for_eager, saved_tensor_hooks
-from stepgraph.core.tracebacks import trim
-from stepgraph.core.wording import counted
+from stepgraph.engine.order import order_from_pipelining, read_order
+from stepgraph.engine.order.cursor import Cursor, Turn
+from stepgraph.engine.order.entries import Entry
+from stepgraph.engine.parts.stages.capture import CaptureFailed, StageCapture
+from stepgraph.engine.parts.stages.manager import CurrentStep, Mode, StageManager
+from stepgraph.engine.parts.stages.report import StageReport, StageRow
+from stepgraph.engine.parts.stages.torch_stage import check, chunks_of, has_forward_context, own_methods
+from stepgraph.engine.record.pair.eager_proof import AuditTurns
+from stepgraph.engine.record.pair.module_method import called_method, put_in_place
+from stepgraph.engine.record.pair.shared import PairSession
+from stepgraph.engine.record.pair.target import PairTarget
 
 
 @reads_options(PairOptions)

@@ -14,8 +14,8 @@ from typing import Any, TypeGuard
 import torch
 
 from stepgraph.core.errors import CaptureError
-from stepgraph.engine.record.pair.uses import nodes_behind
 from stepgraph.engine.guards.signature import AMBIENT_NAMES
+from stepgraph.engine.record.pair.uses import nodes_behind
 
 _AROUND = [AMBIENT_NAMES.index(name) for name in ("grad mode", "autocast cache", "autocast on cuda", "autocast on cpu")]
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from stepgraph.core.storage import memory_of
+from stepgraph.core.tree import Structure
+from stepgraph.engine.guards.signature import AMBIENT_NAMES, Signature
 from stepgraph.engine.memory.inputs import ArgMetadata, SharedBuffer, tensors_among
 from stepgraph.engine.oplog import Log
 from stepgraph.engine.record.pair.runner import Runner
-from stepgraph.engine.guards.signature import AMBIENT_NAMES, Signature
-from stepgraph.core.storage import memory_of
-from stepgraph.core.tree import Structure
 
 
 @dataclass(frozen=True, slots=True)

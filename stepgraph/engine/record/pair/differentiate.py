@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from stepgraph.core.errors import CaptureError
+from stepgraph.core.storage import memory_of
 from stepgraph.engine.grads.step_grads import refuse_sparse
 from stepgraph.engine.oplog import left_out
 from stepgraph.engine.record.pair.uses import NotedUses, nodes_behind
-from stepgraph.core.storage import memory_of
 
 
 class AccumulatesByItself(Exception):

@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
+from stepgraph.core.storage import special_kind
+from stepgraph.core.tree import Structure
+from stepgraph.engine.guards.signature import ambient_key
 from stepgraph.engine.memory.inputs import copied
 from stepgraph.engine.memory.outputs import StaticOutputs, leaf_results
 from stepgraph.engine.observe.ddp import in_ddp
 from stepgraph.engine.observe.eager_call import CallObserver
 from stepgraph.engine.record.pair.call import EagerCall, NotedArguments
-from stepgraph.engine.record.pair.kind import CallKind
 from stepgraph.engine.record.pair.eager_proof import attributes_of, note_forward, noting
+from stepgraph.engine.record.pair.kind import CallKind
 from stepgraph.engine.record.pair.target import PairTarget
-from stepgraph.engine.guards.signature import ambient_key
-from stepgraph.core.storage import special_kind
-from stepgraph.core.tree import Structure
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from stepgraph.core.errors import CaptureError
+from stepgraph.core.tree import flatten
+from stepgraph.engine.call.proof import NotWarm, Shown, judge, next_audit, tell_other_path, varying_operations
 from stepgraph.engine.observe.module_attributes import ModuleAttributes
 from stepgraph.engine.observe.output import Output
 from stepgraph.engine.oplog import Log, OpLog, Roles, Vocabulary, first_difference, noting_unseen
 from stepgraph.engine.record.pair.cached_casts import keeps_casts
 from stepgraph.engine.record.pair.uses import nodes_behind
-from stepgraph.engine.call.proof import NotWarm, Shown, judge, next_audit, tell_other_path, varying_operations
-from stepgraph.core.tree import flatten
 
 _MAX_SURPRISES = 3
 """The number of recordings that may differ from the eager call before them, if eager calls differ too."""

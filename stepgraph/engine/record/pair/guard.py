@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
+from stepgraph.engine.call.proof import Restless
 from stepgraph.engine.guards.hooks import ParameterHooksGuard
+from stepgraph.engine.guards.host_values.decisions import HostValues, Predicates, Trace, undecided
+from stepgraph.engine.guards.host_values.watch import Watch
 from stepgraph.engine.guards.model import ModelGuard
 from stepgraph.engine.guards.outside_memory import OutsideMemory
 from stepgraph.engine.guards.protocol import Change, FastCheck, GuardSet, Remedy, told
 from stepgraph.engine.guards.random_names import NamesGuard
 from stepgraph.engine.oplog import Difference
-from stepgraph.engine.call.proof import Restless
-from stepgraph.engine.guards.host_values.decisions import HostValues, Predicates, Trace, undecided
-from stepgraph.engine.guards.host_values.watch import Watch
 
 _MANY = 3
 """Calls in a row with another answer, after which the graphs are recorded again."""

@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 
-from stepgraph.engine.memory.inputs import ArgMetadata
-from stepgraph.core.errors import CaptureError, StaleMemoryError, StepgraphError
-from stepgraph.engine.grads.param_grads import SeparateShare
-from stepgraph.engine.record.pair.runner import BackwardGraph, Grads, Runner, RunnerState
-from stepgraph.engine.call.messages import refuse_second_thread
 from stepgraph.core.ambient import autocast_now
+from stepgraph.core.errors import CaptureError, StaleMemoryError, StepgraphError
 from stepgraph.core.tracebacks import trim
+from stepgraph.engine.call.messages import refuse_second_thread
+from stepgraph.engine.grads.param_grads import SeparateShare
+from stepgraph.engine.memory.inputs import ArgMetadata
+from stepgraph.engine.record.pair.runner import BackwardGraph, Grads, Runner, RunnerState
 
 
 class InFlightCall:

@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from stepgraph.engine.memory.outputs import StaticOutputs, another_leaf
 from stepgraph.core.errors import CaptureError
-from stepgraph.engine.observe.eager_call import Obstacle
-from stepgraph.engine.record.pair.guard import SiteGuard
-from stepgraph.engine.record.pair.eager_proof import EagerProof
 from stepgraph.core.executed_code import ExecutedCode
-from stepgraph.engine.call.proof import Shown
-from stepgraph.engine.guards.signature import Signature, is_plain
 from stepgraph.core.tree import Structure, paths
 from stepgraph.core.wording import counted
+from stepgraph.engine.call.proof import Shown
+from stepgraph.engine.guards.signature import Signature, is_plain
+from stepgraph.engine.memory.outputs import StaticOutputs, another_leaf
+from stepgraph.engine.observe.eager_call import Obstacle
+from stepgraph.engine.record.pair.eager_proof import EagerProof
+from stepgraph.engine.record.pair.guard import SiteGuard
 
 
 class CallKind:

@@ -23,8 +23,8 @@ from typing import Protocol
 
 import torch
 
-from stepgraph.engine.memory.outputs import StaticOutputs
 from stepgraph.core.executed_code import in_a_backward
+from stepgraph.engine.memory.outputs import StaticOutputs
 
 
 class CaptureSpan:

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
+from stepgraph.core.errors import CaptureError
 from stepgraph.engine.backends import Graph
+from stepgraph.engine.call.interrupt import interrupts_held
 from stepgraph.engine.memory.borrowed import BorrowedTensor
 from stepgraph.engine.memory.inputs import ArgMetadata, StaticInputs
 from stepgraph.engine.memory.reuse_pool import TensorReusePool
-from stepgraph.core.errors import CaptureError
 from stepgraph.engine.oplog import OpLog, left_out
 from stepgraph.engine.record.pair.call import EagerCall
 from stepgraph.engine.record.pair.differentiate import without_aliases
@@ -27,7 +28,6 @@ from stepgraph.engine.record.pair.record import PairCapture
 from stepgraph.engine.record.pair.runner import BackwardGraph, Grads, Runner, WeightGraph
 from stepgraph.engine.record.pair.split_backward import WeightPart, input_gradients
 from stepgraph.engine.record.pair.uses import is_reentrant
-from stepgraph.engine.call.interrupt import interrupts_held
 
 NO_AUTOCAST = (False, False)
 """A backward runs without autocast, even if autocast is on around the capture."""

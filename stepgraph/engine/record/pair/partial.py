@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from stepgraph.engine.backends.threads import replaced
 from stepgraph.core.errors import CaptureError, StepgraphError
+from stepgraph.core.tracebacks import trim
+from stepgraph.engine.backends.threads import replaced
 from stepgraph.engine.record.pair.runner import InFlightSet
 from stepgraph.engine.record.pair.uses import nodes_behind
-from stepgraph.core.tracebacks import trim
 
 _ENTRY = "_engine_run_backward"
 _INPUTS = 3

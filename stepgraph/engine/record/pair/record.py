@@ -19,13 +19,22 @@ from typing import Any
 
 import torch
 
+from stepgraph.core.ambient import as_called, autocast_now, under_autocast, without_saved_tensor_hooks
+from stepgraph.core.errors import CaptureError
+from stepgraph.core.tensor_attributes import changed_attributes, put_on
+from stepgraph.core.tensor_memory import version_of
+from stepgraph.core.tree import changed_containers, unflatten
 from stepgraph.engine.backends import Graph
+from stepgraph.engine.backends.random.tracker import state_of_another_graph, tracker_for
+from stepgraph.engine.call.failure import refuse_changed_container
+from stepgraph.engine.call.interrupt import interrupts_held
+from stepgraph.engine.guards.hooks import is_hooked
+from stepgraph.engine.guards.random_names import NamesGuard
+from stepgraph.engine.guards.signature import refuse_tensor_classes
+from stepgraph.engine.guards.signature.key import is_computed
 from stepgraph.engine.memory.borrowed import BorrowedTensor
 from stepgraph.engine.memory.inputs import ArgMetadata, StaticInputs
 from stepgraph.engine.memory.outputs import StaticOutputs, another_leaf, leaf_results
-from stepgraph.core.errors import CaptureError
-from stepgraph.engine.guards.hooks import is_hooked
-from stepgraph.engine.guards.random_names import NamesGuard
 from stepgraph.engine.observe.ddp import reduced_parameters
 from stepgraph.engine.observe.finder import found_by
 from stepgraph.engine.observe.module_attributes import ModuleAttributes
@@ -43,21 +52,20 @@ from stepgraph.engine.record.pair.differentiate import (
     saved_memory,
     uses_up_saved,
 )
+from stepgraph.engine.record.pair.eager_proof import attributes_of, note_forward, noting
 from stepgraph.engine.record.pair.lanes import PoolLane
 from stepgraph.engine.record.pair.parameter_proxies import ParameterProxies, without_hooks
-from stepgraph.engine.record.pair.eager_proof import attributes_of, note_forward, noting
-from stepgraph.engine.record.pair.runner import AutogradEdges, BackwardGraph, Backwards, ForwardGraph, Grads, Recording, Runner
+from stepgraph.engine.record.pair.runner import (
+    AutogradEdges,
+    BackwardGraph,
+    Backwards,
+    ForwardGraph,
+    Grads,
+    Recording,
+    Runner,
+)
 from stepgraph.engine.record.pair.shared import PairSession
 from stepgraph.engine.record.pair.uses import NotedUses, count_uses, is_reentrant
-from stepgraph.engine.backends.random.tracker import state_of_another_graph, tracker_for
-from stepgraph.engine.call.failure import refuse_changed_container
-from stepgraph.engine.call.interrupt import interrupts_held
-from stepgraph.engine.guards.signature import refuse_tensor_classes
-from stepgraph.core.ambient import as_called, autocast_now, under_autocast, without_saved_tensor_hooks
-from stepgraph.core.tensor_attributes import changed_attributes, put_on
-from stepgraph.engine.guards.signature.key import is_computed
-from stepgraph.core.tensor_memory import version_of
-from stepgraph.core.tree import changed_containers, unflatten
 
 
 class _CastsTwice(Exception):

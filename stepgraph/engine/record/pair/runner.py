@@ -19,17 +19,17 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 
 from stepgraph.engine.backends import Graph
-from stepgraph.engine.memory.borrowed import BorrowedTensor, any_held, lend_by_address, lend_out
-from stepgraph.engine.memory.inputs import ArgMetadata, StaticInputs
-from stepgraph.engine.memory.outputs import StaticOutputs
+from stepgraph.engine.backends.random.tracker import CudaRNGStatesTracker, Segment
+from stepgraph.engine.call.session import Session
 from stepgraph.engine.grads.other_uses import OtherUses
 from stepgraph.engine.grads.param_grads import GradPart
 from stepgraph.engine.guards.random_names import NamesGuard
+from stepgraph.engine.guards.signature.fast_match import geometry_check
+from stepgraph.engine.memory.borrowed import BorrowedTensor, any_held, lend_by_address, lend_out
+from stepgraph.engine.memory.inputs import ArgMetadata, StaticInputs
+from stepgraph.engine.memory.outputs import StaticOutputs
 from stepgraph.engine.oplog import Log, OpLog
 from stepgraph.engine.record.pair.lanes import CaptureSpan, PoolLane
-from stepgraph.engine.backends.random.tracker import CudaRNGStatesTracker, Segment
-from stepgraph.engine.call.session import Session
-from stepgraph.engine.guards.signature.fast_match import geometry_check
 
 Grads: TypeAlias = Sequence[torch.Tensor | None]
 _NONE: Mapping[str, torch.Tensor] = MappingProxyType({})

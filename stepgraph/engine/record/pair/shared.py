@@ -10,18 +10,18 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepgraph.engine.backends import Backend
-from stepgraph.engine.grads.param_grads import ParamGrads
-from stepgraph.engine.guards.registration import RegistrationEvents
-from stepgraph.engine.observe.finder import devices
-from stepgraph.engine.record.pair.kind import CallKind, equality
-from stepgraph.engine.record.pair.lanes import PoolLanes
-from stepgraph.engine.record.pair.partial import CallsInFlight
-from stepgraph.engine.record.pair.eager_proof import AuditTurns, PairLogs
-from stepgraph.engine.record.pair.waiting import WaitingCalls
 from stepgraph.engine.call.backend_choice import backend_of
 from stepgraph.engine.call.report import backend_name
 from stepgraph.engine.call.session import Session
+from stepgraph.engine.grads.param_grads import ParamGrads
+from stepgraph.engine.guards.registration import RegistrationEvents
 from stepgraph.engine.guards.signature import AmbientReader
+from stepgraph.engine.observe.finder import devices
+from stepgraph.engine.record.pair.eager_proof import AuditTurns, PairLogs
+from stepgraph.engine.record.pair.kind import CallKind, equality
+from stepgraph.engine.record.pair.lanes import PoolLanes
+from stepgraph.engine.record.pair.partial import CallsInFlight
+from stepgraph.engine.record.pair.waiting import WaitingCalls
 
 _LIVE: weakref.WeakSet[PairSession] = weakref.WeakSet()
 """For the public functions without arguments, which Megatron's loops call."""

@@ -12,11 +12,17 @@ from typing import Any
 
 import torch
 
+from stepgraph.core.ambient import changed_flags
 from stepgraph.core.errors import CaptureError, StateChanged
 from stepgraph.core.frames import warn_user
+from stepgraph.engine.backends.random.tracker import CudaRNGStatesTracker
+from stepgraph.engine.call.failure import capture_error, cause_of
+from stepgraph.engine.call.options import PairOptions
 from stepgraph.engine.guards.hooks import refuse_hooks, with_hooks
+from stepgraph.engine.guards.host_values.watch import Watch
 from stepgraph.engine.guards.model import ModelGuard
 from stepgraph.engine.guards.outside_memory import OutsideMemory
+from stepgraph.engine.guards.signature import argument_names, saved_tensor_hooks
 from stepgraph.engine.observe.sharding import refuse_sharded
 from stepgraph.engine.oplog import Difference
 from stepgraph.engine.record.pair.guard import Finding, SiteGuard
@@ -25,12 +31,6 @@ from stepgraph.engine.record.pair.module_method import ModuleMethod
 from stepgraph.engine.record.pair.record import PairCapture, with_modes
 from stepgraph.engine.record.pair.runner import Runner
 from stepgraph.engine.record.pair.shared import PairSession
-from stepgraph.engine.backends.random.tracker import CudaRNGStatesTracker
-from stepgraph.engine.call.failure import capture_error, cause_of
-from stepgraph.engine.call.options import PairOptions
-from stepgraph.engine.guards.signature import argument_names, saved_tensor_hooks
-from stepgraph.core.ambient import changed_flags
-from stepgraph.engine.guards.host_values.watch import Watch
 
 _training = operator.itemgetter("training")
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from stepgraph.engine.guards.signature import ambient_key
 from stepgraph.engine.memory.inputs import ArgMetadata
 from stepgraph.engine.record.pair.call import EagerCall
-from stepgraph.engine.guards.signature import ambient_key
 
 
 class WaitingCall:

@@ -29,22 +29,22 @@ from typing import Any
 import torch
 
 from stepgraph.core.frames import warn_user
+from stepgraph.core.wording import counted, quantities
+from stepgraph.engine.call.report import with_counts
+from stepgraph.engine.call.session import Session
+from stepgraph.engine.observe.step_objects import StepObjects
+from stepgraph.engine.parts.modules.manager import ModuleGraphs
+from stepgraph.engine.parts.modules.options import ModuleOptions
+from stepgraph.engine.parts.modules.report import ModuleReport, ModuleRow, report_on
+from stepgraph.engine.parts.modules.session import ModuleSession
+from stepgraph.engine.record.pair.module_method import called_method, put_in_place
 from stepgraph.engine.step.fallback import ranks
 from stepgraph.engine.step.fallback.observed import ObservedStep
 from stepgraph.engine.step.fallback.ranks import Group
 from stepgraph.engine.step.fallback.search import Partition, Refusal, matches, patterns, search
 from stepgraph.engine.step.fallback.trial import Trials
-from stepgraph.engine.parts.modules.manager import ModuleGraphs
-from stepgraph.engine.parts.modules.options import ModuleOptions
-from stepgraph.engine.parts.modules.report import ModuleReport, ModuleRow, report_on
-from stepgraph.engine.parts.modules.session import ModuleSession
-from stepgraph.engine.observe.step_objects import StepObjects
-from stepgraph.engine.record.pair.module_method import called_method, put_in_place
-from stepgraph.engine.call.report import with_counts
-from stepgraph.engine.call.session import Session
 from stepgraph.engine.step.options import StepOptions
 from stepgraph.engine.step.site import Site
-from stepgraph.core.wording import counted, quantities
 
 BUDGET = 60.0
 """Seconds for the trials of one search."""

@@ -24,21 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stepgraph.core.errors import InvalidArgument
 from stepgraph.core.frames import untraced
-from stepgraph.engine.step.fallback.alike import look_of
-from stepgraph.engine.step.fallback.partial import PartialBackwards
-from stepgraph.engine.step.fallback.search import Node, Refusal
-from stepgraph.engine.parts.modules.manager import ModuleGraphs
-from stepgraph.engine.parts.modules.options import ModuleOptions
-from stepgraph.engine.parts.modules.session import ModuleSession
-from stepgraph.engine.observe.ddp import in_ddp
-from stepgraph.engine.observe.finder import compilers
-from stepgraph.engine.oplog import Log
-from stepgraph.engine.record.pair.call import EagerCall, NotedArguments
-from stepgraph.engine.record.pair.eager import note_call, run_call
-from stepgraph.engine.record.pair.kind import CallKind
-from stepgraph.engine.record.pair.module_method import called_method, put_in_place
-from stepgraph.engine.record.pair.target import PairTarget
-from stepgraph.engine.record.pair.waiting import WaitingCall
+from stepgraph.core.tree import Structure, flatten
 from stepgraph.engine.backends.random.tracker import tracker_for
 from stepgraph.engine.call.backend_choice import refuse_elsewhere
 from stepgraph.engine.call.messages import unsigned
@@ -52,7 +38,21 @@ from stepgraph.engine.guards.signature import (
     refuse_arguments,
     saved_tensor_hooks,
 )
-from stepgraph.core.tree import Structure, flatten
+from stepgraph.engine.observe.ddp import in_ddp
+from stepgraph.engine.observe.finder import compilers
+from stepgraph.engine.oplog import Log
+from stepgraph.engine.parts.modules.manager import ModuleGraphs
+from stepgraph.engine.parts.modules.options import ModuleOptions
+from stepgraph.engine.parts.modules.session import ModuleSession
+from stepgraph.engine.record.pair.call import EagerCall, NotedArguments
+from stepgraph.engine.record.pair.eager import note_call, run_call
+from stepgraph.engine.record.pair.kind import CallKind
+from stepgraph.engine.record.pair.module_method import called_method, put_in_place
+from stepgraph.engine.record.pair.target import PairTarget
+from stepgraph.engine.record.pair.waiting import WaitingCall
+from stepgraph.engine.step.fallback.alike import look_of
+from stepgraph.engine.step.fallback.partial import PartialBackwards
+from stepgraph.engine.step.fallback.search import Node, Refusal
 
 _DDP = "it is a DistributedDataParallel, which must see every gradient   [ddp-callable]"
 _SOMETIMES = "some of its calls come in some steps only"

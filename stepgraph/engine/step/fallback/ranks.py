@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stepgraph.engine.step.fallback.search import Refusal
 from stepgraph.engine.observe.ddp import replicas
 from stepgraph.engine.oplog import Log
+from stepgraph.engine.step.fallback.search import Refusal
 
 PATIENCE = 60.0
 """Seconds that a rank waits for the others, besides the time of its own search."""

@@ -15,10 +15,10 @@ from collections.abc import Hashable, Iterator
 import torch
 
 from stepgraph.core.errors import CaptureError, StepgraphError
-from stepgraph.engine.step.fallback.observed import ObservedModule, ObservedStep, SeenCall
-from stepgraph.engine.step.fallback.search import Refusal
 from stepgraph.engine.call.failure import capture_error
 from stepgraph.engine.call.interrupt import interrupts_held
+from stepgraph.engine.step.fallback.observed import ObservedModule, ObservedStep, SeenCall
+from stepgraph.engine.step.fallback.search import Refusal
 
 _SPREADING = frozenset(
     (

@@ -18,10 +18,20 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from stepgraph.core.errors import InvalidArgument
-from stepgraph.engine.step.padding.buckets import RESULT, Buckets, Choice, Number, described, dotted, find, invalid, same_leaf
-from stepgraph.engine.step.padding.layout import Copy, Made, copied, dense_strides, holds, plan_copy
-from stepgraph.engine.guards.signature import leaf_key, refuse_gradient
 from stepgraph.core.tensor_attributes import as_given, attributes_on
+from stepgraph.engine.guards.signature import leaf_key, refuse_gradient
+from stepgraph.engine.step.padding.buckets import (
+    RESULT,
+    Buckets,
+    Choice,
+    Number,
+    described,
+    dotted,
+    find,
+    invalid,
+    same_leaf,
+)
+from stepgraph.engine.step.padding.layout import Copy, Made, copied, dense_strides, holds, plan_copy
 
 Kind: TypeAlias = tuple[Hashable, ...]
 

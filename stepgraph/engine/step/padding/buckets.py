@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 import torch
 
 from stepgraph.core.errors import InvalidArgument
-from stepgraph.engine.guards.signature import describe_leaf, tensor_key
 from stepgraph.core.wording import counted
+from stepgraph.engine.guards.signature import describe_leaf, tensor_key
 
 Sizes: TypeAlias = tuple[int, ...]
 Choice: TypeAlias = tuple[int, ...]

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from stepgraph.engine.step.padding.buckets import Number
 from stepgraph.core.tensor_memory import Contents, geometry, moved_argument, version_of
+from stepgraph.engine.step.padding.buckets import Number
 
 
 def dense_strides(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:

@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 import torch
 
 from stepgraph.core.errors import InvalidArgument
-from stepgraph.engine.step.padding.buckets import RESULT, Buckets, Choice, Sizes, dotted, find, invalid
 from stepgraph.core.tree import Structure, paths
+from stepgraph.engine.step.padding.buckets import RESULT, Buckets, Choice, Sizes, dotted, find, invalid
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """The shape of each tensor among a call's results, by name."""

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from stepgraph import CallablesReport, ModuleReport
+from stepgraph.engine.call.report import GraphReport
 from stepgraph.engine.parts.modules.report import ModuleRow
 from stepgraph.engine.parts.stages.report import StageReport, StageRow
-from stepgraph.engine.call.report import GraphReport
 
 FAILED = "capture failed: [host-read]"
 

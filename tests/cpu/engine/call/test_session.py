@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import stepgraph
-from stepgraph.engine.backends.tape.mode import TapeBackend
 from stepgraph.core.errors import ClosedError, InvalidArgument
+from stepgraph.engine.backends.tape.mode import TapeBackend
 
 
 def plus_one(x: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,8 @@ import weakref
 
 import torch
 
-from stepgraph.engine.guards.outside_memory import OutsideMemory
 from stepgraph.engine.backends.native.row import GuardRow
+from stepgraph.engine.guards.outside_memory import OutsideMemory
 from stepgraph.engine.oplog import OpLog, Vocabulary
 
 

@@ -14,8 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import stepgraph
-from stepgraph.engine.backends.tape.mode import TapeBackend
 from stepgraph.config.environment import blocking_wait
+from stepgraph.engine.backends.tape.mode import TapeBackend
 from stepgraph.engine.observe.ddp import renew_reducer
 
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 
+from stepgraph.core.errors import CaptureError
 from stepgraph.engine.backends import backend_for
 from stepgraph.engine.memory.inputs import is_copied_in
-from stepgraph.core.errors import CaptureError
 from stepgraph.engine.step.arguments import StepArguments, on_device
 
 BACKEND = backend_for("cpu")

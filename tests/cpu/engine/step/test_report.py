@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import stepgraph
-from stepgraph.engine.step.report import Counts, Report
 from stepgraph.engine.guards.host_values import walk
+from stepgraph.engine.step.report import Counts, Report
 
 KEYS = {
     "step",

@@ -16,10 +16,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import stepgraph
-from stepgraph.lab.bench.run import Memory, Regions
-from stepgraph.commands.cli import app
 from stepgraph.commands.bench import render
+from stepgraph.commands.cli import app
 from stepgraph.config.rules import RULES
+from stepgraph.lab.bench.run import Memory, Regions
 
 PLAIN = {"NO_COLOR": "1", "COLUMNS": "80"}
 GUIDE = (

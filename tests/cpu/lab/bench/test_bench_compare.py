@@ -14,17 +14,17 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from stepgraph.commands.bench import _comparison_table
+from stepgraph.config.environment import Environment
+from stepgraph.core.errors import InvalidArgument
 from stepgraph.lab import recipes
 from stepgraph.lab.bench import megatron_core, report_html
 from stepgraph.lab.bench.compare import Comparison, compare, diverges, largest_gap, left_at, plan, seconds_left
 from stepgraph.lab.bench.mechanisms import CopiedResults, Mechanism, mechanisms_for, named, select
 from stepgraph.lab.bench.results import ResultFile, write_whole
 from stepgraph.lab.bench.run import Clock
-from stepgraph.tools.timeline import StepTimes
-from stepgraph.commands.bench import _comparison_table
-from stepgraph.config.environment import Environment
-from stepgraph.core.errors import InvalidArgument
 from stepgraph.lab.train.iteration import ForwardStep, forward_backward
+from stepgraph.tools.timeline import StepTimes
 
 H200 = Environment(compute_capability=(9, 0), device="cuda")
 EAGER = Mechanism("eager", "eager", "eager")

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stepgraph.core.errors import InvalidArgument
 from stepgraph.lab import recipes
 from stepgraph.lab.bench.flops import flops_per_step, forward_flops_per_token, positions_seen
 from stepgraph.lab.bench.hardware import GPUS, find_gpu, gpu_of
-from stepgraph.core.errors import InvalidArgument
 
 
 @given(st.integers(1, 40), st.integers(1, 60) | st.none())

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from stepgraph.engine.record.pair.split_backward import input_gradients
 from stepgraph.lab.models import GPT, GPTConfig, Hybrid, HybridConfig
 from stepgraph.lab.models.linear import Linear, backward_dw
-from stepgraph.engine.record.pair.split_backward import input_gradients
 
 
 def pair(

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from stepgraph.lab.bench import predict as prediction
-from stepgraph.lab.bench.hardware import GPUS, find_gpu
 from stepgraph.commands.train import read
 from stepgraph.config.environment import Environment
 from stepgraph.config.rules import broken_rules, finalised
 from stepgraph.core.errors import InvalidArgument
+from stepgraph.lab.bench import predict as prediction
+from stepgraph.lab.bench.hardware import GPUS, find_gpu
 from stepgraph.lab.recipes import RECIPES, recipe
 from stepgraph.lab.recipes.machines import FSDP, PUBLISHED, Published, machine_settings
 from stepgraph.lab.recipes.memory import state_memory

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from stepgraph.lab import recipes
 from stepgraph.config.environment import Environment
 from stepgraph.core.errors import InvalidArgument
+from stepgraph.lab import recipes
 from stepgraph.lab.recipes import RECIPES, find_recipe, recipe
 from stepgraph.lab.recipes.build import build_model, model_config
 from stepgraph.lab.recipes.fit import for_cpu

@@ -13,11 +13,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from stepgraph.lab import recipes
 from stepgraph.commands.cli import app
 from stepgraph.commands.train import configured, read, resume_command
 from stepgraph.config.container import ConfigContainer
 from stepgraph.core.errors import InvalidArgument
+from stepgraph.lab import recipes
 from stepgraph.lab.recipes.fit import refuse_too_large
 from stepgraph.lab.train.loop import Loop
 

@@ -15,6 +15,10 @@ from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
+from stepgraph.commands.advise import _next, render
+from stepgraph.commands.cli import app
+from stepgraph.core.errors import Location, NoStepError, ScriptError
+from stepgraph.lab.models import GPT, GPTConfig, MoEConfig, MoEGPT
 from stepgraph.tools.advice import advise as advise_file
 from stepgraph.tools.advice.advise import (
     AdviceReport,
@@ -50,13 +54,9 @@ from stepgraph.tools.advice.measure import Models, Wait, Waits, _lines
 from stepgraph.tools.advice.parts import BEGIN, REACH, find_scopes, mark_of, marked, shares_of, stage_scope
 from stepgraph.tools.advice.phases import HOST_STEPS, WARMUP, Phase, phase_of, steps_needed
 from stepgraph.tools.advice.trial import Trial, _trial
-from stepgraph.tools.measure import traced
-from stepgraph.commands.cli import app
-from stepgraph.commands.advise import _next, render
-from stepgraph.core.errors import Location, NoStepError, ScriptError
 from stepgraph.tools.checks.check import CheckReport
 from stepgraph.tools.checks.findings import Seen, StepShape, collect, judge
-from stepgraph.lab.models import GPT, GPTConfig, MoEConfig, MoEGPT
+from stepgraph.tools.measure import traced
 from stepgraph.tools.script.run import Outcome, Script, Status
 
 CPU = torch.device("cpu")

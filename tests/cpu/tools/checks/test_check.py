@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from stepgraph.core.catalogue import entry
 from stepgraph.commands.base import Result, _for_people
 from stepgraph.commands.check import render
+from stepgraph.core.catalogue import entry
 from stepgraph.core.errors import Location
+from stepgraph.engine.oplog import Log, OpLog, StandingMode, Vocabulary, current_log, differences
 from stepgraph.tools.checks.check import CheckReport, report_of
 from stepgraph.tools.checks.check_probe import plain_seen
 from stepgraph.tools.checks.findings import GROUPS, Api, Ledger, Seen, StepShape, collect, judge
@@ -25,7 +26,6 @@ from stepgraph.tools.checks.script_objects import clean_parts
 from stepgraph.tools.checks.step_functions import StepFunctions, first_statement
 from stepgraph.tools.checks.step_history import branch_of, changes
 from stepgraph.tools.checks.step_state import line_of_use, read_first
-from stepgraph.engine.oplog import Log, OpLog, StandingMode, Vocabulary, current_log, differences
 from stepgraph.tools.script.request import Outcome, Status
 
 HERE = Location("train.py", 7, "train_step")

@@ -14,12 +14,12 @@ from torch import nn
 
 import stepgraph
 from stepgraph import Session
-from stepgraph.tools.checks.partition import partition
+from stepgraph.engine.parts.modules.options import ModuleOptions
 from stepgraph.engine.step.fallback.alike import look_of
 from stepgraph.engine.step.fallback.observed import ObservedStep
 from stepgraph.engine.step.fallback.search import NOT_CALLED, Node, Partition, Refusal, patterns, search
 from stepgraph.engine.step.fallback.trial import Trials
-from stepgraph.engine.parts.modules.options import ModuleOptions
+from stepgraph.tools.checks.partition import partition
 from tests.harness import Program, different, snapshot
 from tests.module_harness import Layer, Net
 from tests.seeding import seed

@@ -25,12 +25,12 @@ import torch.nn.functional as F
 
 import stepgraph
 from stepgraph.engine.backends.nodes import Node, Nodes, lasting, node_differences
+from stepgraph.engine.step.rehearsal import Rehearsal, Rehearsed
 from stepgraph.tools.frozen_values import frozen as module
 from stepgraph.tools.frozen_values.frozen import examine
 from stepgraph.tools.frozen_values.frozen_probe import FrozenProbe
 from stepgraph.tools.frozen_values.frozen_report import FrozenReport, FrozenValue, State
 from stepgraph.tools.script.steps import StepCalls, StepEvents, StepFinder
-from stepgraph.engine.step.rehearsal import Rehearsal, Rehearsed
 
 VALUE: Any = None
 """A number in a global, set by tests."""

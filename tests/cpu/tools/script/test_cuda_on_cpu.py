@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from stepgraph.engine.backends import backend_for
 from stepgraph.core.errors import InvalidArgument
+from stepgraph.engine.backends import backend_for
 from stepgraph.tools.script.cuda_on_cpu import CudaOnCpu, missing_gpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is mapped")

@@ -17,14 +17,14 @@ import pytest
 import torch
 
 from stepgraph.engine.backends.tape.graph import TapeGraph
-from stepgraph.engine.memory.outputs import StaticOutputs
 from stepgraph.engine.grads.param_grads import GradSlot
 from stepgraph.engine.guards.protocol import GuardSet
+from stepgraph.engine.memory.outputs import StaticOutputs
+from stepgraph.tools.script.run import Outcome, Script, Status
 from stepgraph.tools.verification.agreement import Agreement
 from stepgraph.tools.verification.report import Verdict, VerifyReport
 from stepgraph.tools.verification.script_trace import VerifyProbe
 from stepgraph.tools.verification.verify_script import ScriptReport, verify_script
-from stepgraph.tools.script.run import Outcome, Script, Status
 
 HEAD = """
 import torch

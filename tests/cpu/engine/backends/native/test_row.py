@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph.engine.guards.optimizer import NumbersGuard, ScalerGuard
 from stepgraph.engine.backends.native.row import GuardRow
+from stepgraph.engine.guards.optimizer import NumbersGuard, ScalerGuard
 
 
 def make_world() -> tuple[GuardRow, types.SimpleNamespace]:

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from stepgraph.core.errors import CaptureRefused
 from stepgraph.engine.backends.base import Graph
 from stepgraph.engine.backends.tape.mode import TapeBackend, TapeWorkspace
-from stepgraph.core.errors import CaptureRefused
 
 
 def record(

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.cpu.backends.tape.recording import record, same_bits
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
-from stepgraph.engine.backends.tape.mode import TapeBackend, TapeWorkspace
 from stepgraph.core.errors import CaptureRefused, StaleMemoryError
-from tests.cpu.backends.tape.recording import record, same_bits
+from stepgraph.engine.backends.tape.mode import TapeBackend, TapeWorkspace
 from tests.processes import run_to_end
 
 ROOT = Path(__file__).parents[5]

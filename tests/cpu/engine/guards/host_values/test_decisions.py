@@ -15,7 +15,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepgraph.engine.guards.host_values.decisions import Answers, Decisions, HostValues, Predicates, Trace, undecided, without_stand_ins
+from stepgraph.engine.guards.host_values.decisions import (
+    Answers,
+    Decisions,
+    HostValues,
+    Predicates,
+    Trace,
+    undecided,
+    without_stand_ins,
+)
 from stepgraph.engine.guards.host_values.naming import Label, describe_change
 from stepgraph.engine.guards.host_values.parts import Place, attribute_of
 

@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch import nn
 
-from stepgraph.engine.backends.native.row import GuardRow
 from stepgraph.core.executed_code import ExecutedCode
+from stepgraph.engine.backends.native.row import GuardRow
 from stepgraph.engine.guards.host_values import walk
 from stepgraph.engine.guards.host_values.watch import Watch
 

@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stepgraph.core.frames import is_users_code
-from stepgraph.engine.backends.native.row import GuardRow
-from stepgraph.core.plain_values import same
 from stepgraph.core.executed_code import globals_in
+from stepgraph.core.frames import is_users_code
+from stepgraph.core.plain_values import same
+from stepgraph.engine.backends.native.row import GuardRow
 from stepgraph.engine.guards.host_values.watch import Watch
 
 Case = tuple[Callable[..., Any], Callable[[], object], list[str]]

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from stepgraph.core.tree import flatten
 from stepgraph.engine.guards.signature import ambient_key, leaf_keys
 from stepgraph.engine.guards.signature.fast_match import FastMatch
-from stepgraph.core.tree import flatten
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

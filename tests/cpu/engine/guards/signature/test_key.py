@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.core.errors import InvalidArgument
+from stepgraph.core.tree import flatten
 from stepgraph.engine.guards.signature import (
     AMBIENT_NAMES,
     AmbientReader,
@@ -27,7 +28,6 @@ from stepgraph.engine.guards.signature import (
     find_differences,
     leaf_key,
 )
-from stepgraph.core.tree import flatten
 
 ARGUMENTS = ("batch", "scale")
 

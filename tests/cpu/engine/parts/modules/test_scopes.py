@@ -12,9 +12,9 @@ from torch import nn
 
 import stepgraph
 from stepgraph import InvalidArgument, ScopeRegistry
+from stepgraph.engine.parts.modules.scopes import WORDS, read_scope
 from stepgraph.lab.models import GPT, GPTConfig, Mamba, MambaConfig, MoEConfig, MoEGPT
 from stepgraph.lab.models.gpt import Block
-from stepgraph.engine.parts.modules.scopes import WORDS, read_scope
 
 
 def paths(model: nn.Module, *scope: str, registry: ScopeRegistry | None = None) -> list[str]:

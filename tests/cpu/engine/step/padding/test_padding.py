@@ -13,11 +13,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from stepgraph.core.errors import InvalidArgument
+from stepgraph.core.tree import flatten
+from stepgraph.engine.guards.signature import Signature, tensor_key
 from stepgraph.engine.step.padding import BoundBuckets, Buckets, Padded, named_shapes, result_dims, result_names
 from stepgraph.engine.step.padding.buckets import dotted
 from stepgraph.engine.step.padding.layout import dense_strides, holds
-from stepgraph.engine.guards.signature import Signature, tensor_key
-from stepgraph.core.tree import flatten
 
 SIZES = [4, 8, 16]
 
