@@ -1,7 +1,7 @@
 """One replay through each engine, timed in turns: the other end of `host_cost.py --against`.
 
-It runs with the stepgraph of any checkout, also of one without `stepgraph.lab.bench`. So it uses public names only, and a
-clock of its own. Each line on stdin is a number of calls, the answer a line of JSON with the median of each engine.
+It runs with the stepgraph of any checkout, also of one without `stepgraph.lab.bench`. So it uses public names only, and
+a clock of its own. Each line on stdin is a number of calls, the answer a line of JSON with the median of each engine.
 """
 
 from __future__ import annotations

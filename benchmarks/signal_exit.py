@@ -5,10 +5,10 @@
     python benchmarks/signal_exit.py --device cpu --places replay --ranks 2
 
 A case is a place, a signal, an implementation and a number of ranks. Each rank is a process that trains with
-`stepgraph.lab.train.pretrain` and parks at the place: before an eager iteration of the warm-up, before the capture, before
-an iteration that replays, before a checkpoint is written. All ranks get the signal there and go on. What was under way
-is finished first, as the training loop promises. `transformer_engine` is stopped at every place by both signals, the
-other implementations by SIGTERM at a replay (`none`, which has none, at its third iteration).
+`stepgraph.lab.train.pretrain` and parks at the place: before an eager iteration of the warm-up, before the capture,
+before an iteration that replays, before a checkpoint is written. All ranks get the signal there and go on. What was
+under way is finished first, as the training loop promises. `transformer_engine` is stopped at every place by both
+signals, the other implementations by SIGTERM at a replay (`none`, which has none, at its third iteration).
 
 - seconds: from the signal to the end of the last process, the interpreter's own end included.
 - processor: the seconds of it that a processor worked for the ranks, which depends less on what else the machine does.

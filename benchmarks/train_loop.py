@@ -7,7 +7,7 @@ Every row trains `gpt2_small` (124 million parameters, sequence 1,024, four micr
 clipping) from the same seed:
 
 - capture: `stepgraph.capture` of a plain step, written as in whole_step.py, without a loop around it.
-- loop: `stepgraph.lab.train.pretrain` with `local` and `full_iteration`: data, schedule, journal and NaN flag around it.
+- loop: `stepgraph.lab.train.pretrain` with `local` and `full_iteration`: data, schedule, journal, NaN flag around it.
 - loop, transformer_engine attn: the recipe's own setting.
 - loop, eager: no graphs.
 

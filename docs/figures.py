@@ -1,4 +1,4 @@
-"""Draws the figures of docs/how_it_works.md: `python docs/figures.py`.
+"""Draws the figures of docs/how_it_works.md and docs/architecture.md: `python docs/figures.py`.
 
 Each figure is a small SVG of boxes, lines and words, on a light card of its own, so that it is readable on a light and
 on a dark page. A test compares the files with what this script would write.
@@ -164,7 +164,32 @@ def proof() -> str:
     return card("Operations are compared before a graph is used, and again while it is used", 104, *parts)
 
 
+def house() -> str:
+    """The folders at the top, each on those that it may import; the engine's rooms in the order of their imports."""
+    floors = (
+        ("commands", "the command line", HOST),
+        ("lab", "trains and measures: models, recipes, train, bench", GPU),
+        ("tools", "judges: check, verify, frozen, explain, doctor, advise", GPU),
+        ("megatron", "Megatron's names", GPU),
+    )
+    parts = []
+    for index, (name, text, colour) in enumerate(floors):
+        parts += [box(16, 14 + index * 34, 120, name, colour), word(150, 32 + index * 34, text)]
+    parts += [box(16, 150, 120, "engine", GRAPH, 128), word(150, 168, "captures, replays, proves")]
+    rooms = (
+        ("step", "parts", "record", "call", "observe", "order"),
+        ("optim", "guards", "grads", "oplog", "memory", "backends"),
+    )
+    for row, names in enumerate(rooms):
+        parts += [box(150 + index * 92, 184 + row * 48, 80, name, MEMORY, 34) for index, name in enumerate(names)]
+        parts += [line(230 + index * 92, 201 + row * 48, 240 + index * 92, 201 + row * 48) for index in range(5)]
+    parts += [box(16, 286, 120, "config", HOST), word(150, 304, "settings and their rules")]
+    parts += [box(16, 320, 120, "core", EAGER), word(150, 338, "errors, their catalogue, trees, frames, plain values")]
+    return card("Each floor imports those below it; each room of the engine those to its right and below", 360, *parts)
+
+
 FIGURES = {
+    "architecture.svg": house,
     "how_capture.svg": capture,
     "how_pool.svg": pool,
     "how_segments.svg": segments,

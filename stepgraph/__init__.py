@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from stepgraph.core.torch_import import importing_torch
 
 if TYPE_CHECKING:
-    from stepgraph import order
     from stepgraph.config.container import ConfigContainer
     from stepgraph.config.environment import Environment
     from stepgraph.config.overrides import set_cuda_graph_overrides
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
         StepgraphWarning,
     )
     from stepgraph.core.tree import tree_map
+    from stepgraph.engine import order
     from stepgraph.engine.backends import Backend, backend_for
     from stepgraph.engine.backends.random.tracker import CudaRNGStatesTracker, get_cuda_rng_tracker
     from stepgraph.engine.call.session import Session
@@ -147,50 +147,52 @@ __all__ = [
 _HOMES = {
     name: home
     for home, names in {
-        "advice.advise": "AdviceReport advise",
-        "backends": "Backend backend_for",
-        "bench.run": "BenchResult benchmark",
-        "buffers.inputs": "ArgMetadata",
-        "buffers.reuse_pool": "TensorReusePool",
-        "callables.graphed": "CallablesReport",
-        "callables.make_graphed": "make_graphed_callables",
+        "tools.advice.advise": "AdviceReport advise",
+        "engine.backends": "Backend backend_for",
+        "lab.bench.run": "BenchResult benchmark",
+        "engine.memory.inputs": "ArgMetadata",
+        "engine.memory.reuse_pool": "TensorReusePool",
+        "engine.parts.callables.graphed": "CallablesReport",
+        "engine.parts.callables.make_graphed": "make_graphed_callables",
         "config.container": "ConfigContainer",
         "config.environment": "Environment",
         "config.overrides": "set_cuda_graph_overrides",
         "config.scope": "CudaGraphScope VALID_CUDA_GRAPH_IMPLS VALID_CUDA_GRAPH_SCOPES",
-        "errors": "BuildError CaptureError ClosedError ConfigError InvalidArgument NoStepError NonFinite ScriptError "
-        "SignatureMismatch StaleMemoryError StateChanged StepgraphError StepgraphWarning",
-        "joined.capture": "capture",
-        "inspect.doctor": "DoctorReport doctor",
-        "inspect.explain": "Explanation explain",
-        "inspect.frozen": "frozen",
-        "inspect.frozen_report": "FrozenReport",
-        "inspect.check": "CheckReport check",
+        "core.errors": "BuildError CaptureError ClosedError ConfigError InvalidArgument NoStepError NonFinite "
+        "ScriptError SignatureMismatch StaleMemoryError StateChanged StepgraphError StepgraphWarning",
+        "engine.step.capture": "capture",
+        "tools.doctor": "DoctorReport doctor",
+        "tools.explain": "Explanation explain",
+        "tools.frozen_values.frozen": "frozen",
+        "tools.frozen_values.frozen_report": "FrozenReport",
+        "tools.checks.check": "CheckReport check",
         "megatron.layers_helper": "TECudaGraphHelper",
         "megatron.manager": "CudaGraphManager",
         "megatron.optimizer_wrapper": "OptimizerCudaGraphWrapper",
         "megatron.part_graphs": "set_current_microbatch",
         "megatron.vision_helper": "VisionTECudaGraphHelper get_vision_cuda_graph_seq_length",
-        "modules.graph_modules": "GraphedModules graph_modules",
-        "modules.mismatch": "get_mismatch_errors",
-        "modules.report": "ModuleReport",
-        "modules.scopes": "ScopeRegistry",
-        "modules.session": "create_cudagraphs delete_cuda_graphs is_graph_capturing is_graph_warmup",
-        "modules.static_buffers": "CudagraphBufferMetadata",
-        "pipeline.stage": "GraphedStages graph_stage",
-        "proof.report": "VerifyReport",
-        "proof.verify": "verify",
-        "rng.tracker": "CudaRNGStatesTracker get_cuda_rng_tracker",
-        "session.session": "Session",
-        "step.full_iteration": "FullCudaGraphWrapper",
-        "step.report": "Report",
-        "step.static_loader": "StaticBufferLoader",
-        "step.step": "CapturedStep",
-        "tree": "tree_map",
+        "engine.parts.modules.graph_modules": "GraphedModules graph_modules",
+        "engine.parts.modules.mismatch": "get_mismatch_errors",
+        "engine.parts.modules.report": "ModuleReport",
+        "engine.parts.modules.scopes": "ScopeRegistry",
+        "engine.parts.modules.session": "create_cudagraphs delete_cuda_graphs is_graph_capturing is_graph_warmup",
+        "engine.parts.modules.static_buffers": "CudagraphBufferMetadata",
+        "engine.parts.stages.stage": "GraphedStages graph_stage",
+        "tools.verification.report": "VerifyReport",
+        "tools.verification.verify": "verify",
+        "engine.backends.random.tracker": "CudaRNGStatesTracker get_cuda_rng_tracker",
+        "engine.call.session": "Session",
+        "engine.step.full_iteration": "FullCudaGraphWrapper",
+        "engine.step.report": "Report",
+        "engine.step.static_loader": "StaticBufferLoader",
+        "engine.step.step": "CapturedStep",
+        "core.tree": "tree_map",
     }.items()
     for name in names.split()
 }
 """The module that defines each public name."""
+_MODULES = {"order": "engine.order"}
+"""Public names that are modules."""
 
 
 def _import_rich() -> None:
@@ -206,17 +208,20 @@ def _import_rich() -> None:
 _import_rich()
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name, or a module of the package, when it is first asked for."""
-    if name in _HOMES:
-        with importing_torch():
-            value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-        globals()[name] = value
-        return value
-    if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
-        with importing_torch():
-            return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+if not TYPE_CHECKING:  # a type checker reads the imports above, and refuses names that do not exist
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name, or a module of the package, when it is first asked for."""
+        if name in _HOMES:
+            with importing_torch():
+                value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+            globals()[name] = value
+            return value
+        module = f"{__name__}.{_MODULES.get(name, name)}"
+        if not name.startswith("_") and importlib.util.find_spec(module) is not None:
+            with importing_torch():
+                return importlib.import_module(module)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
 
 
 def __dir__() -> list[str]:

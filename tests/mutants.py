@@ -44,8 +44,6 @@ ROOT = Path(__file__).parents[1]
 TARGETS = (
     "stepgraph/engine/guards",
     "stepgraph/engine/oplog",
-    "stepgraph/engine/guards/host_values",
-    "stepgraph/engine/guards/signature",
     "stepgraph/engine/call/proof.py",
     "stepgraph/engine/record/pair/eager_proof.py",
     "stepgraph/engine/record/pair/guard.py",

@@ -3,7 +3,8 @@
 Example:
     >>> @takes_script
     ... def frozen(wanted: Script, env: Env = None, as_json: AsJson = False) -> Result:
-    ...     outcome = run_script(wanted, "stepgraph.tools.frozen_values.frozen_probe:FrozenProbe", stdout_to_stderr=as_json)
+    ...     probe = "stepgraph.tools.frozen_values.frozen_probe:FrozenProbe"
+    ...     outcome = run_script(wanted, probe, stdout_to_stderr=as_json)
     ...     refuse_unjudged(wanted, outcome)
     ...     return Result(...)
 """

@@ -47,8 +47,8 @@ class Names:
         """Those in code of the user and of libraries."""
         self.platforms: set[str] = set()
         """Those in torch's and Python's own code."""
-        self.is_at_large = False
-        """Whether the user's code may look up attributes that no code spells."""
+        self.uses_dynamic_names = False
+        """True if user code calls getattr, vars or eval: any attribute may be read."""
 
     def add(self, code: types.CodeType) -> set[str]:
         """Read some code. Returns the new names."""
@@ -58,7 +58,7 @@ class Names:
                 self.platforms |= found
             return set()
         if not is_installed(code.co_filename):
-            self.is_at_large = self.is_at_large or not _AT_LARGE.isdisjoint(found)
+            self.uses_dynamic_names = self.uses_dynamic_names or not _AT_LARGE.isdisjoint(found)
         new = found - self.spelled
         self.spelled |= new
         return new
@@ -356,8 +356,8 @@ class Running:
                 yield from self._unseen_in(inner) if inner in self._ran else (inner,)
 
 
-class Unnoted:
-    """A block in which nothing is noted: there are many, and their code is known."""
+class TrackingPaused:
+    """Pause the tracking of executed code."""
 
     __slots__ = ("_found",)
 

@@ -20,17 +20,17 @@ from stepgraph.core.errors import Location, StepgraphWarning
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = f"-packages{os.sep}"
 _PROMPTS = ("<stdin>", "<string>", "<console>", "<input>", "<python-input-", "<ipython-input-", "<doctest ")
-_USER_ROOMS = tuple(_HERE + room + os.sep for room in ("models", "bench"))
+_USER_ROOMS = tuple(_HERE + os.path.join("lab", room, "") for room in ("models", "bench"))
 _USER_MODULES = ("stepgraph.lab.models", "stepgraph.lab.bench")
 _PLATFORM = frozenset((*sys.stdlib_module_names, "torch", "numpy", "stepgraph", "triton", "pybind11_builtins"))
 _NAMESPACES = ("argparse", "types")
 _DISPATCH = ("utils/_python_dispatch.py", "overrides.py", "_ops.py", "_compile.py", "_dynamo", "utils/_contextlib.py")
 _LIBRARY = tuple(_TORCH + name for name in ("_ops.py", "library.py", f"_library{os.sep}"))
-_KERNELS = _HERE + os.path.join("backends", "kernels.py")
+_KERNELS = _HERE + os.path.join("engine", "backends", "kernels.py")
 _PLUMBING = tuple(_TORCH + name for name in _DISPATCH)
 _OPERATORS = tuple(_TORCH + name for name in ("_tensor.py", "_tensor_str.py", "autograd", "nn/modules/module.py"))
 

@@ -31,6 +31,17 @@ _BY_IDENTITY = (enum.Enum, torch.dtype, torch.layout, torch.memory_format, type(
 _PLAIN = (*_NUMBERS, *_BY_EQUALITY, *_BY_IDENTITY)
 
 
+class Described:
+    """An object of ours that is passed to a step: compared by identity, described by its `repr`."""
+
+
+BY_VALUE = (
+    *(bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, enum.Enum, Described),
+    types.MethodType,  # made again at each look-up: compared by its function and the object it is bound to
+)
+"""Types of arguments that a signature compares by value, beside floating-point and complex numbers."""
+
+
 _SHORT = 80
 _MAX_CACHED = 64
 """The results of a larger cache are not looked at."""
@@ -44,6 +55,17 @@ class Missing(enum.Enum):
 
 
 MISSING: Final = Missing.MISSING
+
+
+def is_compared_by_value(argument: Any) -> bool:
+    """Whether a signature compares an argument by value, not by identity."""
+    return issubclass(type(argument), (float, complex, *BY_VALUE)) and not is_of_numpy(argument)
+
+
+def is_of_numpy(leaf: Any) -> bool:
+    """Whether a value is an array or a number of numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and issubclass(type(leaf), (numpy.ndarray, numpy.generic))
 
 
 def is_plain(value: Any) -> bool:

@@ -19,56 +19,25 @@ import stepgraph
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "stepgraph"
 ROOMS = (
-    "wording",
-    "catalogue",
-    "collector",
-    "errors",
-    "storage",
-    "tracebacks",
-    "frames",
-    "config",
-    "ran",
-    "tree",
-    "plain",
-    "strict_json",
-    "torch_import",
-    "signature",
-    "native",
-    "order",
-    "padding",
-    "backends",
-    "buffers",
-    "oplog",
-    "grads",
-    "rng",
-    "optim",
-    "guards",
-    "values",
-    "observe",
-    "session",
-    "pair",
-    "step",
-    "modules",
-    "callables",
+    *("core", "config"),
+    *("engine.backends", "engine.memory", "engine.oplog", "engine.grads", "engine.guards", "engine.optim"),
+    *("engine.order", "engine.observe", "engine.call", "engine.record"),
+    *("engine.parts.modules", "engine.parts.callables", "engine.parts.stages", "engine.step", "engine.step.fallback"),
     "megatron",
-    "pipeline",
-    "joined",
-    "models",
-    "recipes",
-    "train",
-    "script",
-    "inspect",
-    "proof",
-    "bench",
-    "advice",
-    "commands",
-    "cli",
-    "__main__",
+    *("tools.timeline", "tools.measure", "tools.program", "tools.script", "tools.explain", "tools.doctor"),
+    *("tools.checks", "tools.frozen_values", "tools.verification", "tools.advice"),
+    *("lab.models", "lab.recipes", "lab.train", "lab.bench"),
+    *("commands", "__main__"),
 )
 """From first to last; a module imports from its own room and from rooms before it."""
-ENGINES = {"step", "modules", "callables", "pipeline"}
+FLOORS = {"core", "config", "engine", "megatron", "tools", "lab", "commands"}
+"""The folders at the top."""
+ENGINES = {"engine.parts.modules", "engine.parts.callables", "engine.parts.stages", "engine.step"}
 """Rooms that do not import each other: what they share stands before them, what joins them after them."""
-PUBLIC_USERS = ("script", "inspect", "proof", "advice", "bench", "commands", "cli")
+ALLOWED_UP = {"stepgraph/engine/step/capture.py": {"engine.step.fallback"}}
+"""Imports of a later room: the fallback is loaded in a function, when a capture has failed."""
+PUBLIC_USERS = ("tools", "lab.bench", "commands")
+"""Rooms that may import the public names from the package itself."""
 OPTIONAL = (
     "matplotlib",
     "transformers",
@@ -120,8 +89,13 @@ def dotted_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
+def room_in(name: str) -> str:
+    """The room of a module by its dotted name within the package; a folder of rooms is a room of its own."""
+    return max((room for room in ROOMS if f"{name}.".startswith(f"{room}.")), key=len, default="")
+
+
 def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return room_in(dotted_name(path).removeprefix("stepgraph."))
 
 
 @functools.cache
@@ -147,18 +121,19 @@ def imports_of(path: Path) -> Iterator[str]:
 
 def rooms_imported(path: Path) -> set[str]:
     """The rooms of the package that a module imports; the package itself is the room `stepgraph`."""
-    names = [name.split(".") for name in imports_of(path)]
-    inner = [parts[1:] for parts in names if parts[0] == "stepgraph"]
-    return {parts[0] if parts and parts[0] in ROOMS else "stepgraph" for parts in inner}
+    names = [name.split(".", 1) for name in imports_of(path)]
+    return {room_in(parts[-1]) or "stepgraph" for parts in names if parts[0] == "stepgraph"}
 
 
-def rooms_allowed(room: str) -> set[str]:
-    if room == "models":
+def rooms_allowed(path: Path) -> set[str]:
+    room = room_of(path)
+    if room == "lab.models":
         return {room}
-    allowed = set(ROOMS[: ROOMS.index(room) + 1])
+    allowed = set(ROOMS[: ROOMS.index(room) + 1]) if room in ROOMS else set()
     if room in ENGINES:
         allowed -= ENGINES - {room}
-    return allowed | ({"stepgraph"} if room in PUBLIC_USERS else set())
+    allowed |= ALLOWED_UP.get(name_of(path), set())
+    return allowed | ({"stepgraph"} if room.startswith(PUBLIC_USERS) else set())
 
 
 def dotted(node: ast.AST) -> str:
@@ -199,13 +174,27 @@ def own_attributes(node: ast.ClassDef) -> set[str]:
 
 
 def test_rooms_are_all_known() -> None:
-    assert {room_of(path) for path in MODULES} <= set(ROOMS)
-    assert len(MODULES) > 20
+    doors = {PACKAGE / place / "__init__.py" for place in ("engine", "engine/parts", "tools", "lab")}
+    assert {path for path in MODULES if not room_of(path)} == doors
+    assert {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()} == FLOORS
+    assert len(MODULES) > 300
+
+
+def test_doors_of_floors_hold_words_only() -> None:
+    for path in (PACKAGE / place / "__init__.py" for place in ("engine", "engine/parts", "tools", "lab")):
+        assert [type(node) for node in tree_of(path).body] == [ast.Expr], name_of(path)
 
 
 def test_imports_point_to_earlier_rooms() -> None:
-    wrong = {name_of(path): rooms_imported(path) - rooms_allowed(room_of(path)) for path in MODULES}
+    wrong = {name_of(path): rooms_imported(path) - rooms_allowed(path) for path in MODULES if room_of(path)}
     assert not {name: rooms for name, rooms in wrong.items() if rooms}
+
+
+def test_page_of_the_house_lists_floors_and_rooms_in_order() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = [room.split(".")[1] for room in ROOMS if room.startswith("engine.")]
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(dict.fromkeys(rooms))
+    assert set(re.findall(r"^\| \[(\w+)\]\(\.\./stepgraph/", page, re.MULTILINE)) == FLOORS
 
 
 def test_modules_import_each_other_one_way() -> None:
@@ -228,19 +217,21 @@ def test_cycle_finder_finds_a_cycle() -> None:
 
 
 def test_import_reader_sees_every_form_of_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "stepgraph" / "guards"
+    folder = tmp_path / "stepgraph" / "engine" / "guards"
     folder.mkdir(parents=True)
     source = folder / "module.py"
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path / "stepgraph")
     for text, expected in (
         ("import stepgraph", {"stepgraph"}),
-        ("from stepgraph import session", {"session"}),
-        ("from stepgraph import Session, errors", {"stepgraph", "errors"}),
-        ("def f():\n    from stepgraph.engine.call.session import Session", {"session"}),
-        ("if TYPE_CHECKING:\n    from stepgraph.engine.call.session import Session", {"session"}),
-        ("from ..session import options", {"session"}),
-        ("from . import model", {"guards"}),
+        ("from stepgraph import config", {"config"}),
+        ("from stepgraph import Session, core", {"stepgraph", "core"}),
+        ("from stepgraph.engine import call", {"engine.call"}),
+        ("from stepgraph import engine", {"stepgraph"}),
+        ("def f():\n    from stepgraph.engine.call.session import Session", {"engine.call"}),
+        ("if TYPE_CHECKING:\n    from stepgraph.engine.call.session import Session", {"engine.call"}),
+        ("from ..call import options", {"engine.call"}),
+        ("from . import model", {"engine.guards"}),
         ("import torch", set()),
     ):
         source.write_text(text)
@@ -255,16 +246,18 @@ def test_packages_are_not_named_like_public_names() -> None:
 
 def test_orders_know_nothing_of_torch() -> None:
     """Pure Python: no import of torch, at the top or in a function, and none through another room."""
-    paths = list((PACKAGE / "order").rglob("*.py"))
+    paths = list((PACKAGE / "engine" / "order").rglob("*.py"))
     assert len(paths) > 5
     for path in paths:
         assert "torch" not in {name.partition(".")[0] for name in imports_of(path)}, name_of(path)
-        assert rooms_imported(path) <= {"wording", "errors", "tracebacks", "order"}, name_of(path)
+        assert rooms_imported(path) <= {"core", "engine.order"}, name_of(path)
+        core = {name.split(".")[2] for name in imports_of(path) if name.startswith("stepgraph.core.")}
+        assert core <= {"wording", "errors", "tracebacks"}, name_of(path)
 
 
 def test_catalogue_and_wording_stand_alone() -> None:
     """What names the rules imports none of the code that applies them, and no torch."""
-    for path in (PACKAGE / "wording.py", *(PACKAGE / "catalogue").rglob("*.py")):
+    for path in (PACKAGE / "core" / "wording.py", *(PACKAGE / "core" / "catalogue").rglob("*.py")):
         names = {name.partition(".")[0] for name in imports_of(path)}
         assert names <= {"__future__", *sys.stdlib_module_names}, name_of(path)
 
@@ -301,7 +294,7 @@ def test_cuda_graphs_are_named_in_one_backend_only() -> None:
         names = {dotted(node) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)}
         names |= set(imports_of(path))
         graphs = {name for name in names if re.fullmatch(r"torch\.cuda\.(graphs\.)?(CUDAGraph|graph|graphs\..*)", name)}
-        if path == PACKAGE / "backends" / "cuda" / "graph.py":
+        if path == PACKAGE / "engine" / "backends" / "cuda" / "graph.py":
             assert "torch.cuda.CUDAGraph" in graphs
         else:
             assert not graphs, name_of(path)
@@ -312,7 +305,7 @@ def test_tracked_objects_are_listed_in_one_file_only() -> None:
     for path in FILES:
         names = {dotted(node) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)}
         names |= set(imports_of(path))
-        assert ("gc.get_objects" in names) == (path == PACKAGE / "collector.py"), name_of(path)
+        assert ("gc.get_objects" in names) == (path == PACKAGE / "core" / "collector.py"), name_of(path)
 
 
 def test_modules_hold_no_mutable_state() -> None:
@@ -339,7 +332,7 @@ def test_public_names_are_what_the_package_imports() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert typed == {"order": "", **stepgraph._HOMES}
+    assert typed == {"order": "engine", **stepgraph._HOMES}
     assert sorted(stepgraph.__all__) == sorted(typed)
     assert set(typed) <= set(dir(stepgraph))
     assert all(hasattr(stepgraph, name) for name in typed)
@@ -361,11 +354,24 @@ def test_import_and_help_load_no_torch(program: str) -> None:
     assert "torch loaded: False" in done.stdout
 
 
+@pytest.mark.usefixtures("new_processes")
+def test_capture_loads_no_fallback_and_reads_no_catalogue() -> None:
+    program = (
+        "import stepgraph, sys; stepgraph.capture\n"
+        "import stepgraph.engine.backends.tape.refusals, stepgraph.core.catalogue as catalogue\n"
+        "later = ('stepgraph.engine.parts', 'stepgraph.engine.step.fallback', 'stepgraph.engine.record.pair')\n"
+        "print([name for name in sys.modules if name.startswith(later)], catalogue._by_id.cache_info().currsize)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[] 0\n"
+
+
 def test_modules_load_by_attribute_and_by_import() -> None:
     program = (
         "import stepgraph\n"
         "assert stepgraph.core.errors.StepgraphError is stepgraph.StepgraphError\n"
-        "import stepgraph.engine.step.record, stepgraph.engine.parts.modules.graph_modules, stepgraph.engine.step.capture\n"
+        "import stepgraph.engine.step.record, stepgraph.engine.parts.modules.graph_modules\n"
+        "import stepgraph.engine.step.capture\n"
         "plain = {'order', 'VALID_CUDA_GRAPH_IMPLS', 'VALID_CUDA_GRAPH_SCOPES'}\n"
         "assert all(callable(getattr(stepgraph, name)) for name in stepgraph.__all__ if name not in plain)\n"
         "stepgraph.captur\n"
@@ -377,7 +383,7 @@ def test_modules_load_by_attribute_and_by_import() -> None:
 def test_messages_find_articles_and_numbers_of_words() -> None:
     """`a {type(x).__name__}` says "a int", and `{len(x)} calls` says "1 calls": see `wording`."""
     for path in FILES:
-        if room_of(path) == "models":  # imports no other room
+        if room_of(path) == "lab.models":  # imports no other room
             continue
         for node in ast.walk(tree_of(path)):
             parts = node.values if isinstance(node, ast.JoinedStr) else []

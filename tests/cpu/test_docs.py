@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-import operator
+import pkgutil
 import re
 import runpy
 import tomllib
@@ -84,7 +84,7 @@ def test_page_snippets_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_guides_have_snippets() -> None:
     without = {_name(page) for page in PAGES if not _python_blocks(page)}
-    known = ("command_line", "comparison", "index", "limits", "scripts")
+    known = ("architecture", "command_line", "comparison", "index", "limits", "scripts")
     assert without == {"README.md", *(f"docs/{name}.md" for name in known)}
 
 
@@ -156,10 +156,10 @@ def test_index_lists_every_page() -> None:
 def test_index_lists_every_public_name() -> None:
     table = (ROOT / "docs" / "index.md").read_text().partition("## The public names")[2]
     assert [name for name in stepgraph.__all__ if f"`{name}`" not in table] == []
-    dotted = re.findall(r"`((?:train|recipes)(?:\.\w+)*)", table)
-    assert {"recipes", "train", "train.RunReport", "train.checkpoint.CheckpointError"} <= set(dotted)
+    dotted = re.findall(r"`(lab\.(?:train|recipes)(?:\.\w+)*)", table)
+    assert {"lab.recipes", "lab.train", "lab.train.RunReport", "lab.train.checkpoint.CheckpointError"} <= set(dotted)
     for name in dotted:
-        assert operator.attrgetter(name)(stepgraph) is not None
+        assert pkgutil.resolve_name(f"stepgraph.{name}") is not None
 
 
 def test_site_lists_every_page() -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from tests.cpu.order.drawn import Drawn, orders
 
 from tests.callables_harness import Rank, assert_rank_equals_eager
+from tests.cpu.engine.order.drawn import Drawn, orders
 
 ANY = {
     "drawn": orders(),

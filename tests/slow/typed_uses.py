@@ -153,3 +153,8 @@ def takes_a_step(step: CapturedStep[[torch.Tensor], int]) -> int:
 
 takes_a_step(plain)
 takes_a_step(step)  # refused
+
+# the package
+
+stepgraph.order.get_schedule_table(4, 2, 2)
+stepgraph.captur(train)  # refused

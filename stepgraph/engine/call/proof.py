@@ -125,8 +125,8 @@ class Restless:
         self.names = sorted(name for name in names if self._changes[name] > most)
 
 
-class NotWarm(Exception):
-    """A recording differs from the eager calls before it, or there was none: there must be one more eager call."""
+class NeedsEagerCall(Exception):
+    """One more eager call is needed before a capture: there was none, or the recording differs from it."""
 
     def __init__(self, rebuilt: str | None = None, values: Sequence[Change] = ()) -> None:
         super().__init__(rebuilt, values)
@@ -147,13 +147,13 @@ class Verdict:
 def judge(eager: Sequence[Log], recording: Log, stands_for: Log | None = None) -> Verdict:
     """Compare a recording with the latest eager call, or with the one that it `stands_for`.
 
-    Raise `NotWarm` if they differ and a single eager call cannot say why.
+    Raise `NeedsEagerCall` if they differ and a single eager call cannot say why.
     """
     found = first_difference(eager[-1] if stands_for is None else stands_for, recording)
     if found is None:
         return Verdict(None)
     if len(eager) < 2:
-        raise NotWarm
+        raise NeedsEagerCall
     compared = (first_difference(one, eager[-1]) for one in eager[:-1])
     return Verdict(found, next((between for between in compared if between is not None), None))
 

@@ -15,8 +15,8 @@ gradients and notes when they die, with a copy in host memory in case the captur
 the recording is dropped (nothing has run). It is made again with the old gradients at the session's addresses, to which
 each later call's `.grad` is copied.
 
-A gradient at the session's address, or in the user's memory, outlives the recording, whatever the step does with it. So
-another tensor is put in its place (`_stand_in`), whose end can be noted. On CUDA it is at the same address, since
+A gradient at the session's address, or in the user's memory, survives the recording in any case. A placeholder takes
+its place (`_stand_in`), so that its release can be detected. On CUDA it is at the same address, since
 nothing runs while a graph is recorded. It takes no memory, and a step that begins to use its old gradients after the
 capture (`zero_grad()` is no longer called) is recorded with good addresses, noticed, and recorded again as above.
 

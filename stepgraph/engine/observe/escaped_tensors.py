@@ -36,8 +36,8 @@ _DEPTH = 3
 
 
 @contextlib.contextmanager
-def setting_apart() -> Iterator[None]:
-    """Let the collector set apart what is made in this block; it does not run meanwhile."""
+def tracking_new_objects() -> Iterator[None]:
+    """Keep objects created in this block in the youngest generation. The collector is off."""
     gc.collect(1)
     with collector_at_rest():
         yield

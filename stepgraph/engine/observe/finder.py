@@ -87,7 +87,7 @@ class _Finder:
         return issubclass(type(value), _FOUND)
 
     def miss(self, label: Label, where: Mapping[Any, Any], wants: Wants) -> None:
-        """What is not there cannot be found."""
+        """Missing names are ignored."""
 
     def enter(self, label: Label, value: Any, owner: Any, own: bool, wants: Wants | None) -> None:
         kind, attributes = type(value), attributes_of(value)

@@ -111,7 +111,7 @@ def _are_same_tensors(before: Log, now: Log, one: tuple[Any, ...], two: tuple[An
     (kind, *which), (other, *as_other) = one[0], two[0]
     if len(one) != 3 or len(two) != 3 or one[1] != two[1]:
         return False
-    if kind != other:  # seen to be made, though not noted, in one thread, and made in another that no log sees
+    if kind != other:  # created outside the log in both calls: once in this thread, once in one without a log
         return one[2] == two[2] and _is_unseen(before, one[0]) and _is_unseen(now, two[0])
     if kind == "outside" and one[2] == two[2]:
         number = before.vocabulary.made_in(which[0], before.serial)

@@ -45,12 +45,12 @@ import torch
 from torch.utils import _python_dispatch as dispatch
 
 from stepgraph.core.errors import Location
-from stepgraph.core.executed_code import Unnoted
+from stepgraph.core.executed_code import TrackingPaused
 from stepgraph.core.frames import is_user
+from stepgraph.core.plain_values import is_compared_by_value
 from stepgraph.core.storage import inner_tensors, shape_of, storage_of
 from stepgraph.core.tree import flatten
 from stepgraph.engine.backends.kernels import may_be_python, mode_that_looks_inside, python_kernel
-from stepgraph.engine.guards.signature import is_plain
 
 _V = TypeVar("_V")
 _first = operator.itemgetter(0)
@@ -314,12 +314,12 @@ class OpLog(dispatch.TorchDispatchMode):
     """Notes the operations that run while it is entered. `arguments` are the leaves of the call.
 
     `roles` are names for tensors that were there before. `device` is the step's, so that work on the host is not its
-    own. `objects` are optimizers and scalers from before the call, by id. A graph cannot be seen into: what has one
-    runs its own code meanwhile (`current_log`).
+    own. `objects` are optimizers and scalers from before the call, by id. A log cannot see inside a graph. Graphed code
+    therefore runs eagerly while a log is active (`current_log`).
 
-    `keeps_casts`: autocast keeps the casts of weights for this call and others of its region, so which call makes one
-    means nothing. A cast then has a name, and is not noted. `finds_arguments`: the arguments are not known, as of a
-    loop's body. Each tensor from before that has no name is one, numbered in the order of first use. The shapes of
+    `keeps_casts`: autocast keeps the casts of weights for this call and others of its region, so it does not matter
+    which call creates one. A cast then has a name, and is not noted. `finds_arguments`: the arguments are not known, as
+    of a loop's body. Each tensor from before that has no name is one, numbered in the order of first use. The shapes of
     results are noted then, too.
 
     Example:
@@ -395,7 +395,7 @@ class OpLog(dispatch.TorchDispatchMode):
     def note_event(self, name: str, *about: Any) -> None:
         """Note what happens between operations, with all that the call has left so far."""
         if not self._hidden:
-            with _unseen(), Unnoted():
+            with _unseen(), TrackingPaused():
                 self.note_call(Event(name), [*about, *self.effects.now()])
 
     def identity(self, value: object) -> str:
@@ -453,7 +453,7 @@ class OpLog(dispatch.TorchDispatchMode):
     def _as_result(self, leaf: Any) -> Any:
         if issubclass(type(leaf), torch.Tensor) or type(leaf) in BY_VALUE:
             return leaf
-        return f"{type(leaf).__name__} {leaf!r}" if is_plain(leaf) else self._vocabulary.identities.of(leaf)
+        return f"{type(leaf).__name__} {leaf!r}" if is_compared_by_value(leaf) else self._vocabulary.identities.of(leaf)
 
     # -- what is seen
 
@@ -476,7 +476,7 @@ class OpLog(dispatch.TorchDispatchMode):
         """The memory of the arguments: any other memory of the results is new."""
         begin = len(self._notes)
         on_device = False
-        with _unseen(), Unnoted():
+        with _unseen(), TrackingPaused():
             if is_left_out:
                 _add_memory(known, args)
                 _add_memory(known, tuple(kwargs.values()))
@@ -484,7 +484,7 @@ class OpLog(dispatch.TorchDispatchMode):
                 taken = _lifted(args[0]) if func is _LIFT or func is _LIFT_COPY else args
                 on_device = self._note(operation.number, taken, kwargs, line, known)
         out = self._run(operation, args, kwargs)
-        with _unseen(), Unnoted():
+        with _unseen(), TrackingPaused():
             if is_left_out:
                 self._bear(known, out, "left out")
             elif on_device or self._device is None or any(one.device.type == self._device for one in _tensors(out)):

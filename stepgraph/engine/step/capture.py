@@ -1,7 +1,7 @@
 """`stepgraph.capture` turns any Python training step into one that captures and replays itself.
 
-It stands above both engines: the step's, which captures the whole, and that of modules, whose graphs a step goes on
-with under `on_error="modules"`. Neither engine imports the other.
+Under `on_error="modules"` a step whose capture has failed goes on with graphs for its modules. That is the only place
+where whole steps and parts meet, and it is imported only then.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from stepgraph.engine.backends import Backend
 from stepgraph.engine.call.options import Audit, Hook, OnError, Outputs, reads_options
 from stepgraph.engine.call.session import Session
 from stepgraph.engine.optim.optimizer import OptimizerMode
-from stepgraph.engine.step.fallback.fallback import ModuleFallback
 from stepgraph.engine.step.options import NanCheck, StepOptions
 from stepgraph.engine.step.padding import Buckets
 from stepgraph.engine.step.refusals import refuse_no_step
-from stepgraph.engine.step.step import CapturedStep
+from stepgraph.engine.step.step import CapturedStep, Fallback
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -96,6 +95,13 @@ def capture(
     @entry_point
     def captured(function: Callable[P, R]) -> CapturedStep[P, R]:
         refuse_no_step(function)
-        return CapturedStep(function, read, session, backend, ModuleFallback)
+        return CapturedStep(function, read, session, backend, _fall_back)
 
     return captured if step is None else captured(step)
+
+
+def _fall_back(name: str, session: Session, options: StepOptions) -> Fallback:
+    """Make what a step goes on with after a failed capture. The engine of modules is imported only then."""
+    from stepgraph.engine.step.fallback.fallback import ModuleFallback
+
+    return ModuleFallback(name, session, options)

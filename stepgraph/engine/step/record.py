@@ -21,7 +21,7 @@ from stepgraph.engine.backends.random.tracker import tracker_for
 from stepgraph.engine.call.failure import refuse_changed_container
 from stepgraph.engine.call.proof import (
     CallProof,
-    NotWarm,
+    NeedsEagerCall,
     Restless,
     Shown,
     StepLogs,
@@ -46,7 +46,7 @@ from stepgraph.engine.memory.outputs import StaticOutputs, detached
 from stepgraph.engine.observe.ddp import Replicas, refuse_replicas
 from stepgraph.engine.observe.discovery import Reached, discovering, scalers_among
 from stepgraph.engine.observe.eager_call import Obstacle
-from stepgraph.engine.observe.escaped_tensors import Place, is_newborn, kept_tensor, setting_apart
+from stepgraph.engine.observe.escaped_tensors import Place, is_newborn, kept_tensor, tracking_new_objects
 from stepgraph.engine.observe.finder import found_by, tensors_in
 from stepgraph.engine.observe.lines import line_of_return
 from stepgraph.engine.observe.output import Output
@@ -228,7 +228,7 @@ class StepCapture:
             if not trace.is_spoiled and site.predicates.learn(
                 trace.decisions()
             ):  # the eager call before may have been of another kind
-                raise NotWarm
+                raise NeedsEagerCall
             if varying is not None:
                 raise varying.error(self.name)
         return self._record_and_keep(site, given, raise_held, Look(), ahead=ahead)
@@ -242,7 +242,7 @@ class StepCapture:
             if look.trace is not None:
                 self._refuse_own(site, look.trace)
                 if not self._hears(site, look.trace):
-                    raise NotWarm
+                    raise NeedsEagerCall
         except BaseException:
             recorded.made.drop()
             raise
@@ -270,8 +270,7 @@ class StepCapture:
             check_forced(optimizer, self._options.optimizer, placements[id(optimizer)])
         inside = [o for o in site.touched.optimizers if placements[id(o)].inside]
         outside = [o for o in site.touched.optimizers if not placements[id(o)].inside]
-        whole = site.with_objects(self._function)
-        reach = found_by(whole, site.touched.ran)
+        reach = found_by(site.with_objects(self._function), site.touched.ran)
         objects = reach.objects
         inputs = StepArguments(leaves, self._session.backend)
         inputs.hold_grads(leaves, signature.names())
@@ -308,8 +307,7 @@ class StepCapture:
         except BaseException:
             made.drop()
             raise
-        scalers = scalers_among(objects)
-        placed = (tuple(inside), tuple(outside), scalers)
+        placed = (tuple(inside), tuple(outside), scalers_among(objects))
         return Recorded(signature, kind, inputs, made, *placed, counters, random, replicas, is_first)
 
     def _leaves_state(
@@ -409,7 +407,7 @@ class StepCapture:
                     return Audit(recorded, has_new, None, trace)
                 recorded.made.drop()
                 traced = recorded.made.log
-            except NotWarm:
+            except NeedsEagerCall:
                 if self._hears(site, trace):  # what the step asked has another answer, and another result
                     raise
                 is_failed = True
@@ -439,16 +437,16 @@ class StepCapture:
             raise Obstacle("host-value", what, names).error(self.name)
 
     def _check_warm(self, site: Site, *, ahead: bool) -> None:
-        """Before a recording: raise `NotWarm` if the model changed since the last eager call, or there was none.
+        """Before a recording: raise `NeedsEagerCall` if the model changed since the last eager call, or there was none.
 
         An optimizer inside the graph whose numbers have changed since then is moved out of the graph.
         """
         state = site.eager.state
         rebuilt = state.model.changed() if state is not None else ()
         if rebuilt:
-            raise NotWarm(told(rebuilt))
+            raise NeedsEagerCall(told(rebuilt))
         if not ahead and not site.eager.logs.of(site.kind()) and site.learnt.may_be_surprised():
-            raise NotWarm
+            raise NeedsEagerCall
         for guard in state.numbers if state is not None else ():
             for change in guard.changed():
                 self.moved.setdefault(id(change.subject), str(change))
@@ -462,11 +460,11 @@ class StepCapture:
         changed = site.eager.values.changed() if site.eager.values is not None else []
         try:
             verdict = self.logs.judge(eager, log, recorded.between)
-        except NotWarm:
-            raise NotWarm(values=changed) from None
+        except NeedsEagerCall:
+            raise NeedsEagerCall(values=changed) from None
         if verdict.found is not None:
             if changed or look.trace is not None:
-                raise NotWarm(values=changed)
+                raise NeedsEagerCall(values=changed)
             if verdict.between is not None:
                 self._surprised(site, varying_operations(self.name, verdict.between))
             if self._options.strict:
@@ -571,10 +569,10 @@ class StepCapture:
         """Ask for one more eager call, since the recording showed what none has; if that goes on, raise the error."""
         changed = site.eager.values.changed() if site.eager.values is not None else []
         if changed:  # they may be why
-            raise NotWarm(values=changed)
+            raise NeedsEagerCall(values=changed)
         if not site.learnt.may_be_surprised():
             raise error
-        raise NotWarm
+        raise NeedsEagerCall
 
     def _record(
         self,
@@ -604,7 +602,7 @@ class StepCapture:
             stack.enter_context(flags.at_optimizers())
             stack.enter_context(captured_inside(inside))
             stack.enter_context(read.noting([*outside, *objects], recorder.cut, running=inside))
-            stack.enter_context(setting_apart())
+            stack.enter_context(tracking_new_objects())
             stack.enter_context(grads.moving_at_once())
             late = functools.partial(self._late, site)
             stack.enter_context(_seeing_optimizers(known, site.touched.ended_kinds, late))

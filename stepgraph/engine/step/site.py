@@ -67,7 +67,7 @@ class LastEager:
         self.state: EagerState | None = None
         """The model and the optimizers' numbers after the last one."""
         self.values: Watch | None = None
-        """The host values that it found, except those that it changed itself."""
+        """Host values after the last eager call, without those that the step itself changes."""
         self.results: dict[Hashable, tuple[object, list[object]]] = {}
         """The static part of the results, by kind of call."""
         self.logs = EagerLogs()

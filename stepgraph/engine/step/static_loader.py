@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from stepgraph.core.errors import CaptureError, InvalidArgument, StepgraphError
+from stepgraph.core.plain_values import Described, is_compared_by_value
 from stepgraph.core.storage import memory_of
 from stepgraph.core.tensor_attributes import refuse_unlike_buffers
 from stepgraph.core.tracebacks import entry_point, trim
@@ -26,7 +27,7 @@ from stepgraph.core.tree import Structure, flatten, paths, unflatten
 from stepgraph.core.wording import counted, with_article
 from stepgraph.engine.backends import Backend
 from stepgraph.engine.call.session import Session
-from stepgraph.engine.guards.signature import Described, describe_leaf, is_plain, leaf_key, leaf_keys
+from stepgraph.engine.guards.signature import describe_leaf, leaf_key, leaf_keys
 from stepgraph.engine.step.arguments import StepArguments
 
 _READ_FIRST = "stepgraph reads all microbatches of an iteration into static buffers before the iteration runs."
@@ -274,7 +275,7 @@ def _checked(iterators: list[Any]) -> list[Any]:
 
 def _refuse_opaque(leaves: Sequence[Any], names: Sequence[str]) -> None:
     for name, leaf in zip(names, leaves, strict=True):
-        if not issubclass(type(leaf), torch.Tensor) and not is_plain(leaf):
+        if not issubclass(type(leaf), torch.Tensor) and not is_compared_by_value(leaf):
             raise InvalidArgument(
                 f"`{name}` is {with_article(type(leaf))}, whose contents stepgraph cannot read",
                 rule="opaque-argument",

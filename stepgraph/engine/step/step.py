@@ -38,7 +38,7 @@ from stepgraph.engine.call.messages import (
     warn_other_answer,
     warn_values_changed,
 )
-from stepgraph.engine.call.proof import CallProof, NotWarm, Shown, next_audit, tell_other_path
+from stepgraph.engine.call.proof import CallProof, NeedsEagerCall, Shown, next_audit, tell_other_path
 from stepgraph.engine.call.report import GraphReport, outline
 from stepgraph.engine.call.session import Session
 from stepgraph.engine.guards.host_values.decisions import Answers, Trace, undecided
@@ -80,9 +80,6 @@ R = TypeVar("R")
 class Fallback(Protocol):
     """What a step goes on with after a failed capture, other than plain eager calls."""
 
-    is_begun: bool
-    """True once a capture has failed."""
-
     def begin(self) -> str:
         """Begin, after a failed capture. Return how the step goes on, for a warning."""
 
@@ -92,8 +89,8 @@ class Fallback(Protocol):
     def report(self) -> GraphReport:
         """Report what is graphed in eager calls of the step, and what is not."""
 
-    def reset(self) -> None:
-        """Free all graphs and begin again at the next failure."""
+    def close(self) -> None:
+        """Free all graphs. After the next failed capture another one is made."""
 
 
 _HARMLESS = frozenset(("late-optimizer",))
@@ -144,8 +141,7 @@ class CapturedStep(Generic[P, R]):
         self._flatten = CallFlattener()
         self._counts = Counts()
         self._ambient = AmbientReader(observers=True)
-        wants_fallback = fallback is not None and options.on_error == "modules" and options.goes_on_eagerly
-        self._fallback = fallback(name, self._session, options) if fallback is not None and wants_fallback else None
+        self._fallback: Fallback | None = None
         self._flags = FlagReader(name)
         buckets = options.buckets
         self._bucketing = Bucketing(function, name, arguments, buckets) if buckets is not None else None
@@ -312,7 +308,7 @@ class CapturedStep(Generic[P, R]):
                     self._capture.agree(site, call, audit.recorded, changes, audit.trace)
                 elif audit.has_new or self._is_other_answer(changes, audit.trace):
                     audit.recorded.made.drop()
-        except NotWarm:
+        except NeedsEagerCall:
             before.restore()
             if self._is_other_answer(changes, trace):
                 return self._other_answer(site, call, trace, changes, given)
@@ -539,7 +535,7 @@ class CapturedStep(Generic[P, R]):
         other = self._sites.get(place) or site.sibling(site.sign_as(keys), self._options.warmup)
         if other.find() is not None:
             return
-        with contextlib.suppress(NotWarm, Exception), interrupts_held() as raise_held:
+        with contextlib.suppress(NeedsEagerCall, Exception), interrupts_held() as raise_held:
             call = self._capture.run(other, CallArgs(leaves, structure, None), raise_held, ahead=True)
             other.calls.insert(0, call)
             self._sites.add(place, other)
@@ -555,7 +551,7 @@ class CapturedStep(Generic[P, R]):
             raise_held = held.enter_context(interrupts_held())
             try:
                 call = self._capture.run(site, given, raise_held)
-            except NotWarm as cold:
+            except NeedsEagerCall as cold:
                 held.close()
                 if cold.values:
                     return self._values_changed(site, cold.values, given)
@@ -588,9 +584,17 @@ class CapturedStep(Generic[P, R]):
         if not self._options.goes_on_eagerly and not is_harmless:
             raise raised from cause_of(raised, error)
         site.obstacle = f"capture failed: [{raised.rule}]"
-        goes_on = "in eager" if self._fallback is None or not has_parts else self._fallback.begin()
-        warn_user(f"{raised}\nThe step goes on {goes_on}.")
+        warn_user(f"{raised}\nThe step goes on {self._begin_fallback() if has_parts else 'in eager'}.")
         return self._eager(site, site.obstacle, given)
+
+    def _begin_fallback(self) -> str:
+        """Make what the step goes on with, where it is wanted. Return how the step goes on."""
+        make, options = self._origin.fallback, self._options
+        if make is None or options.on_error != "modules" or not options.goes_on_eagerly:
+            return "in eager"
+        if self._fallback is None:
+            self._fallback = make(self._name, self._session, options)
+        return self._fallback.begin()
 
     def _eager(self, site: Site, reason: str, given: CallArgs) -> Any:
         if site.obstacle is None:
@@ -602,11 +606,10 @@ class CapturedStep(Generic[P, R]):
         moved = on_device(given.leaves, self._session.backend)
         flags = flags_of(site, self._options, self._function)
         with surroundings(self._options.optimizer, self._session.backend), flags.at_optimizers():
-            fallback = self._fallback
-            if fallback is None or not fallback.is_begun:
+            if self._fallback is None:
                 result = self._call(given, moved)
             else:
-                result = fallback.run(site, lambda: self._call(given, moved))
+                result = self._fallback.run(site, lambda: self._call(given, moved))
             found = flags.finish(result, site.touched.parameters, zip(site.sign().names(), moved, strict=True))
         self._flags.post(self._counts.calls, found, self._session.backend)
         return detached(result)
@@ -682,9 +685,8 @@ class CapturedStep(Generic[P, R]):
         """Return a report of graphs, replays, eager calls with their reasons, time and memory."""
         sites = list(self._sites.values())
         placements = self._capture.describe_placements(sites)
-        fallback = self._fallback
         found = report_of(self._name, self._session, sites, self._counts, placements, self._options)
-        return found if fallback is None or not fallback.is_begun else replace(found, modules=fallback.report())
+        return found if self._fallback is None else replace(found, modules=self._fallback.report())
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -744,7 +746,8 @@ class CapturedStep(Generic[P, R]):
         self._sites.clear()
         self._last = self._capture.reached = None
         if self._fallback is not None:
-            self._fallback.reset()
+            self._fallback.close()
+            self._fallback = None
 
     def reset_where(self, holds: Callable[[Mapping[str, Any]], bool]) -> list[Mapping[str, Any]]:
         """Drop the graphs of calls whose arguments, other than tensors, pass a test. Return the arguments of the rest.

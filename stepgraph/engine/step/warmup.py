@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from stepgraph.core.errors import CaptureError
+from stepgraph.core.plain_values import is_compared_by_value
 from stepgraph.core.tensor_attributes import changed_attributes
 from stepgraph.core.tensor_memory import Contents, has_memory
 from stepgraph.core.tree import Structure, changed_containers, flatten, paths
@@ -28,7 +29,6 @@ from stepgraph.engine.call.proof import StepLogs, num_states
 from stepgraph.engine.call.session import Session
 from stepgraph.engine.guards.host_values.decisions import HostValues
 from stepgraph.engine.guards.host_values.watch import Watch
-from stepgraph.engine.guards.signature import is_plain
 from stepgraph.engine.memory.inputs import is_copied_in
 from stepgraph.engine.memory.outputs import StaticOutputs, detached
 from stepgraph.engine.observe.ddp import finding_default_stream, renew_reducer
@@ -263,7 +263,7 @@ def other_result(site: Site, kind: Hashable, result: Any) -> str | None:
     if structure != before:
         return "the structure of the result changes from call to call"
     for path, one, two in zip(paths(structure, "result"), earlier, values, strict=True):
-        if one is not two and (not is_plain(one) or one != two):
+        if one is not two and (not is_compared_by_value(one) or one != two):
             return f"{path} was {one!r}, then {two!r}"
     return None
 

@@ -1,1 +1,1 @@
-"""Understand a script, a failure or a machine: check, explain, doctor, frozen."""
+"""Find what keeps a script or a step from being captured, line by line."""

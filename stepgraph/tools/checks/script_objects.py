@@ -21,7 +21,7 @@ from stepgraph.tools.checks.step_functions import StepFunctions
 __all__ = ["ScriptObjects", "calls_from_engine", "clean_parts"]
 
 _MODULE_CODE = "<module>"
-_ENGINES = tuple(str(Path(__file__).parents[1] / room) + "/" for room in ("step", "modules", "callables", "joined"))
+_ENGINES = tuple(str(Path(__file__).parents[2] / "engine" / room) + "/" for room in ("step", "parts"))
 
 
 class ScriptObjects:

@@ -26,7 +26,7 @@ from stepgraph.core.frames import error_location
 from stepgraph.core.tracebacks import entry_point
 from stepgraph.core.tree import flatten
 from stepgraph.engine.backends.nodes import NodeDifference, lasting, node_differences
-from stepgraph.engine.call.proof import NotWarm
+from stepgraph.engine.call.proof import NeedsEagerCall
 from stepgraph.engine.guards.protocol import Change, Remedy
 from stepgraph.engine.oplog import Difference, differences
 from stepgraph.engine.step.capture import capture
@@ -267,7 +267,7 @@ class _Examination:
             if len(now.log) != len(self._base.log):  # operations after the first difference have only changed places
                 found = found[:1]
             nodes = self._following(moves, _node_differences(self._base, now), 1 if found else _TURNS)
-        except NotWarm:
+        except NeedsEagerCall:
             return _Effect(value, failure="the step then does something that no eager call did")
         except (Exception, SystemExit) as error:  # noqa: BLE001 (a step fails in any way when its values are moved)
             raised = refusal_in(error) or error

@@ -1,4 +1,4 @@
-"""Starts a program of stepgraph in a process of its own, run as a file: `python stepgraph/tools/script/start.py MODULE ...`.
+"""Starts a program of stepgraph in a process of its own, run as a file: `python start.py MODULE ...`.
 
 `python -m` would put the current folder on `sys.path`, where a file `numpy.py` hides the library from torch. A file
 puts its own folder there, which is removed before anything is imported. The module's `main` gets the other arguments.
@@ -15,7 +15,7 @@ def main() -> None:
     import importlib
     from pathlib import Path
 
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     sys.path.insert(0, root)
     import stepgraph  # noqa: F401 (modules of the package come from the same place)
 

@@ -1,8 +1,8 @@
 """Finds the training steps of a script that knows nothing of stepgraph.
 
-A step reaches from the first forward of an iteration to the iteration's last call of an optimizer, a GradScaler
-or `zero_grad`. Nothing marks the iterations of a loop, in a function or at module level, so they are told by events and
-by where in the user's code they happen. An event's *site* is the stack of its calls, each with the position of its
+A step reaches from the first forward of an iteration to the iteration's last call of an optimizer, a GradScaler or
+`zero_grad`. Nothing marks the iterations of a loop, in a function or at module level, so they are recognized by events
+and by where in the user's code they happen. An event's *site* is the stack of its calls, each with the position of its
 instruction. Code that comes later in an iteration stands at a later site; a loop goes back to an earlier one, or to the
 same. So, once an optimizer has stepped:
 

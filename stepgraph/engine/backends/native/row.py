@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from stepgraph.core.ambient import compiler_guards
 from stepgraph.engine.backends.native.library import native_row
-from stepgraph.engine.guards.signature import compiler_guards
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 """Classes whose attributes cannot differ from what torch stores in the tensor."""

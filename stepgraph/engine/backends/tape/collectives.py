@@ -26,13 +26,13 @@ import torch.distributed as dist
 from torch.utils import _python_dispatch as dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from stepgraph.core.ambient import OwnMode
 from stepgraph.core.catalogue import entry
 from stepgraph.core.errors import CaptureRefused
 from stepgraph.core.frames import user_location
 from stepgraph.engine.backends.kernels import COLLECTIVES
 from stepgraph.engine.backends.tape.memory import PoolPlace
 from stepgraph.engine.backends.tape.op import Op, Ref, has_memory, leaves_of
-from stepgraph.engine.guards.signature import OwnMode
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _GROUPS = ("process_group", "group_name")

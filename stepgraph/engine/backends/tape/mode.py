@@ -30,10 +30,11 @@ from typing import Any
 import torch
 from torch.utils import _python_dispatch as dispatch
 
+from stepgraph.core.ambient import OwnMode
 from stepgraph.core.catalogue import entry
 from stepgraph.core.collector import collector_at_rest
 from stepgraph.core.errors import CaptureRefused
-from stepgraph.core.executed_code import Unnoted
+from stepgraph.core.executed_code import TrackingPaused
 from stepgraph.core.frames import user_location
 from stepgraph.core.storage import storage_of
 from stepgraph.engine.backends.base import Backend, Graph, Workspace
@@ -45,7 +46,6 @@ from stepgraph.engine.backends.tape.op import PythonKernel, has_memory
 from stepgraph.engine.backends.tape.refusals import HostReadGuard, OperatorGuard, is_lift, unseen_by_modules
 from stepgraph.engine.backends.tape.rng import RandomCalls, recorded_rng_calls
 from stepgraph.engine.backends.threads import compiled_code_runs_eagerly, control_flow_is_compiled
-from stepgraph.engine.guards.signature import OwnMode
 
 _QUESTIONS = frozenset(
     getattr(torch.ops.aten, name).default
@@ -80,7 +80,7 @@ class RecordingMode(dispatch.TorchDispatchMode, OwnMode, LooksInside):
             return func(*args, **(kwargs or {}))
         if may_be_python(func) and (kernel := python_kernel(func, args, kwargs or {})) is not None:
             return graph.record(func, args, kwargs or {}, PythonKernel(kernel, self._looking_inside))
-        with Unnoted():
+        with TrackingPaused():
             return self._record(graph, func, types, args, kwargs or {})
 
     @contextlib.contextmanager

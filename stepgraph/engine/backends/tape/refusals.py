@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
 
+from stepgraph.core.ambient import OwnMode
 from stepgraph.core.catalogue import Entry, entry
 from stepgraph.core.errors import CaptureRefused
 from stepgraph.core.frames import caller_is_autograd, caller_is_torch, user_location
 from stepgraph.engine.backends.threads import replaced
-from stepgraph.engine.guards.signature import OwnMode
 
 _SYNCHRONIZING = (
     *("_linalg_check_errors", "is_nonzero", "bincount", "equal", "_ctc_loss", "unique_dim", "unique_consecutive"),
@@ -39,9 +39,7 @@ HOST_READS: Mapping[str, str] = MappingProxyType({**{name: name for name in _REA
 _LIFTS = ("aten::lift_fresh", "aten::lift_fresh_copy")
 _CHECKS = frozenset(("aten::aminmax", "aten::min", "aten::max", "aten::_local_scalar_dense"))
 """Operators that `F.one_hot` runs on the CPU to check its values. The tape answers them with 0."""
-_LOOK_FOR_NAN = dataclasses.replace(
-    entry("host-read"), fix="switch anomaly mode on around the call of the step, not inside: such calls run eagerly."
-)
+_NAN_FIX = "switch anomaly mode on around the call of the step, not inside: such calls run eagerly."
 
 
 def refusal(
@@ -69,7 +67,7 @@ def refusal(
     tags, short = func.tags, name.removeprefix("aten::")
     if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags or short in _SYNCHRONIZING:
         if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled() and caller_is_autograd():
-            return _LOOK_FOR_NAN, "detect_anomaly()"
+            return dataclasses.replace(entry("host-read"), fix=_NAN_FIX), "detect_anomaly()"
         return entry("host-read"), ".item()" if short == "_local_scalar_dense" else short
     return None
 

@@ -254,9 +254,11 @@ class Walk:
 
     def _name(self, code: types.CodeType) -> None:
         """Let the names in some code count."""
-        was_at_large = self.names.is_at_large
-        new = self.names.add(code)
-        for name in list(self._waiting) if self.names.is_at_large and not was_at_large else new & self._waiting.keys():
+        names = self.names
+        had_dynamic_names = names.uses_dynamic_names
+        new = names.add(code)
+        any_name = names.uses_dynamic_names and not had_dynamic_names
+        for name in list(self._waiting) if any_name else new & self._waiting.keys():
             for kind, label, place in self._waiting.pop(name):
                 self._offer(kind, label, place, name)
 
@@ -476,7 +478,7 @@ def _wants(running: Running, kind: Kind | None, name: Any) -> bool:
         return True
     if kind.is_layer and (name in running.names.platforms or (not running.is_known and not kind.is_users)):
         return True
-    is_asked = kind.is_own and running.names.is_at_large and not name.startswith("__")
+    is_asked = kind.is_own and running.names.uses_dynamic_names and not name.startswith("__")
     return is_asked or kind.is_list or (kind.is_module and name == "forward")
 
 

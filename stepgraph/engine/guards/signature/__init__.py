@@ -14,11 +14,9 @@ from stepgraph.core.ambient import (
 )
 from stepgraph.engine.guards.signature.differences import Difference, find_differences
 from stepgraph.engine.guards.signature.key import (
-    Described,
     Signature,
     argument_names,
     describe_leaf,
-    is_plain,
     leaf_key,
     leaf_keys,
     refuse_arguments,
@@ -31,7 +29,6 @@ from stepgraph.engine.guards.signature.key import (
 __all__ = [
     "AMBIENT_NAMES",
     "AmbientReader",
-    "Described",
     "Difference",
     "OwnMode",
     "Signature",
@@ -40,7 +37,6 @@ __all__ = [
     "compiler_guards",
     "describe_leaf",
     "find_differences",
-    "is_plain",
     "leaf_key",
     "leaf_keys",
     "reason_for_eager",

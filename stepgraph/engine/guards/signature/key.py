@@ -8,11 +8,8 @@ for its parts are made only when a difference must be named (`differences`).
 
 from __future__ import annotations
 
-import enum
 import inspect
 import itertools
-import sys
-import types
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,22 +18,13 @@ import torch
 
 from stepgraph.core.ambient import AMBIENT_NAMES
 from stepgraph.core.errors import CaptureError, InvalidArgument
-from stepgraph.core.plain_values import token
+from stepgraph.core.plain_values import BY_VALUE, is_compared_by_value, is_of_numpy, token
 from stepgraph.core.storage import address_of, is_strided, shape_of, special_kind
 from stepgraph.core.tensor_attributes import NONE, Attributes, attributes_in, attributes_on, refuse_unlike_buffers
 from stepgraph.core.tensor_memory import Alignment, alignment_of
 from stepgraph.core.tree import Structure, argument_name, flatten, hidden_tensor, paths
 from stepgraph.core.wording import with_article
 
-
-class Described:
-    """An object of ours that is passed to a step: compared by identity, described by its `repr`."""
-
-
-_BY_VALUE = (
-    *(bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, enum.Enum, Described),
-    types.MethodType,  # made again at each look-up: compared by its function and the object it is bound to
-)
 _SHORT = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
@@ -158,9 +146,9 @@ def leaf_key(leaf: Any) -> Hashable:
         return (float, leaf.hex())
     if type(leaf) is complex:
         return (complex, f"{leaf.real.hex()} {leaf.imag.hex()}")
-    if issubclass(type(leaf), _BY_VALUE):
+    if issubclass(type(leaf), BY_VALUE):
         return (type(leaf), leaf)
-    if _is_numpy(leaf):
+    if is_of_numpy(leaf):
         raise InvalidArgument(
             f"a numpy {type(leaf).__name__} was passed to a captured step",
             rule="host-data",
@@ -258,7 +246,9 @@ def refuse_arguments(leaves: Sequence[Any], names: Sequence[str]) -> None:
 def refuse_opaque(leaves: Sequence[Any]) -> None:
     """Refuse objects that hide tensors: they are compared by identity, so that their tensors would be frozen."""
     for leaf in leaves:
-        if issubclass(type(leaf), torch.Tensor) or is_plain(leaf) or type(leaf).__module__.partition(".")[0] == "torch":
+        if issubclass(type(leaf), torch.Tensor) or is_compared_by_value(leaf):
+            continue
+        if type(leaf).__module__.partition(".")[0] == "torch":
             continue
         if issubclass(type(leaf), (torch.nn.Module, torch.optim.Optimizer)):
             continue
@@ -282,16 +272,6 @@ def refuse_tensor_classes(leaves: Sequence[Any], names: Sequence[str]) -> None:
                 rule="tensor-class",
                 fix="pass and return plain tensors, and put them together elsewhere.",
             )
-
-
-def is_plain(value: Any) -> bool:
-    """Whether a value is compared by value, not by identity."""
-    return issubclass(type(value), (float, complex, *_BY_VALUE)) and not _is_numpy(value)
-
-
-def _is_numpy(leaf: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and issubclass(type(leaf), (numpy.ndarray, numpy.generic))
 
 
 def describe_leaf(key: Any) -> str:

@@ -16,7 +16,7 @@ from stepgraph.core.storage import refuse_lazy
 from stepgraph.core.tree import flatten
 from stepgraph.engine.backends import Backend
 from stepgraph.engine.call.backend_choice import choose_backend
-from stepgraph.engine.call.proof import NotWarm
+from stepgraph.engine.call.proof import NeedsEagerCall
 from stepgraph.engine.call.session import Session
 from stepgraph.engine.guards.hooks import is_hooked
 from stepgraph.engine.guards.signature import ambient_key
@@ -157,7 +157,7 @@ class CaptureJob:
                 other = [log for log in logs if eager is not None and first_difference(eager, log) is not None]
                 try:
                     kind.proof.compare(samples[0].target.name, eager, (other or logs)[0], whose="callable")
-                except NotWarm:
+                except NeedsEagerCall:
                     cold.append(kind)
             pending = cold
             if cold:
@@ -166,7 +166,7 @@ class CaptureJob:
     def _settle(self, sample: SampleGraphs, *, may_add: bool) -> None:
         """Say where no backward can be added to those that are captured; others are recorded when they come."""
         runners = [each.runner for each in self.samples]  # not `self`, which would keep the samples alive
-        sample.runner.tell_several = functools.partial(_warn_of_several, runners, sample.target.name)
+        sample.runner.on_shared_backward = functools.partial(_warn_of_several, runners, sample.target.name)
         if sample.runner.backwards and not may_add:
             sample.runner.backwards.record = functools.partial(refuse_another_backward, sample.target.name)
 
@@ -242,7 +242,7 @@ def _gradients_aside(targets: Sequence[PairTarget]) -> Iterator[None]:
 def _warn_of_several(runners: Sequence[Runner], name: str) -> None:
     """Warn once that one backward covers several calls of a callable, under autocast with its cache."""
     for runner in runners:
-        runner.tell_several = None
+        runner.on_shared_backward = None
     warn_user(str(shared_cast(f"{name}, called several times in one backward,")))
 
 

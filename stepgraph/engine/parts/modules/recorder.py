@@ -197,8 +197,8 @@ class _RoundNotes:
         first = self._first.setdefault(id(site), log)
         between = first_difference(first, log)
         if first is log or between is not None:
-            wavers = None if between is None else varying_operations(site.manager.name, between, "module")
-            site.kind.proof.wavers = wavers
+            varying_error = None if between is None else varying_operations(site.manager.name, between, "module")
+            site.kind.proof.varying_error = varying_error
 
 
 def _sequence(events: Sequence[Event]) -> list[tuple[ModuleSite, int, Kind]]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stepgraph.engine.call.proof import NotWarm
+from stepgraph.engine.call.proof import NeedsEagerCall
 from stepgraph.engine.memory.borrowed import BorrowedTensor
 from stepgraph.engine.memory.inputs import ArgMetadata, SharedBuffer
 from stepgraph.engine.order import Kind
@@ -52,7 +52,7 @@ class RoundCapture:
                 continue
             try:
                 self._capture(event, key)
-            except NotWarm:
+            except NeedsEagerCall:
                 self._drop(call)
                 self._cold.add(call.site)
             except Exception as error:  # noqa: BLE001 (whatever broke it, the module stays eager)

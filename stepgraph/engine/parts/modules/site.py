@@ -78,7 +78,7 @@ class ManagedModule:
         if self.target.shared.in_flight.of(self.module).has_more_to_come():
             for site in self.sites.values():
                 if any(runner.edges.keeps_casts for runner in site.runners):
-                    site.tell_several()
+                    site.on_shared_backward()
 
     def drop(self) -> None:
         """Free this module's graphs; its calls warm up again. If it was rebuilt, they are of new kinds."""
@@ -163,7 +163,7 @@ class ModuleSite:
     @property
     def finding(self) -> CaptureError | None:
         """An effect of its eager calls that no replay can repeat."""
-        return self.kind.seen or self.kind.proof.wavers or self.uses.casts.found()
+        return self.kind.seen or self.kind.proof.varying_error or self.uses.casts.found()
 
     @property
     def is_open(self) -> bool:
@@ -186,10 +186,10 @@ class ModuleSite:
         runner.backwards.are_copied = self._copies_grads
         runner.backwards.delayed = self.manager.delayed if self.manager.leaves_weights else None
         if not self.knows_several:
-            runner.tell_several = self.tell_several
+            runner.on_shared_backward = self.on_shared_backward
         self.runners.append(runner)
 
-    def tell_several(self) -> None:
+    def on_shared_backward(self) -> None:
         """Warm up again to see if calls share casts: one backward reaches several calls, which warm-up has not seen."""
         if self.again is None and not self.knows_several:
             self.again = "several calls in one backward, under autocast with its cache   [autocast-cache]"

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from stepgraph.core.errors import CaptureError
-from stepgraph.engine.call.proof import NotWarm
+from stepgraph.engine.call.proof import NeedsEagerCall
 from stepgraph.engine.memory.inputs import ArgMetadata
 from stepgraph.engine.order import plan_buffers, read_order
 from stepgraph.engine.order.entries import Entry, Kind, Order
@@ -49,7 +49,7 @@ class StageCapture:
         return tuple((i, leaf.changed(requires_grad=False)) for i, leaf in leaves if isinstance(leaf, ArgMetadata))
 
     def run(self, lane: PoolLane) -> None:
-        """Capture the graphs in the order of the schedule. Raise `NotWarm` if another eager step is needed first."""
+        """Capture the graphs in the order of the schedule. Raise `NeedsEagerCall` if one must come first."""
         for manager in self._managers.values():
             for call in manager.calls.values():
                 if call.refusal is not None:
@@ -61,7 +61,7 @@ class StageCapture:
             except Exception as error:
                 raise CaptureFailed(manager.target, manager.calls[entry.microbatch].kind, error) from error
         if self._is_cold:
-            raise NotWarm
+            raise NeedsEagerCall
 
     def _capture(self, manager: StageManager, entry: Entry, lane: PoolLane) -> None:
         call, is_first = manager.calls[entry.microbatch], manager.stage.is_first
@@ -93,7 +93,7 @@ class StageCapture:
         runner.backwards.are_copied = True
         try:
             call.kind.proof.compare(target.name, eager.log, runner.forward.log, strict=target.options.strict)
-        except NotWarm:
+        except NeedsEagerCall:
             self._is_cold = True  # all calls are looked at before there is another eager step
         if not manager.runners:
             target.guard(call.kind, runner)

@@ -28,7 +28,7 @@ from stepgraph.engine.call.interrupt import interrupts_held
 from stepgraph.engine.call.limits import weigh_changes
 from stepgraph.engine.call.messages import refuse_second_thread, warn_misspelt, warn_operations_changed
 from stepgraph.engine.call.options import Audit, Hook, PairOnError, PairOptions, reads_options
-from stepgraph.engine.call.proof import NotWarm
+from stepgraph.engine.call.proof import NeedsEagerCall
 from stepgraph.engine.call.report import outline
 from stepgraph.engine.call.session import Session
 from stepgraph.engine.guards.hooks import global_hook, has_global_hooks, is_hooked
@@ -264,7 +264,7 @@ class GraphedStages:
         try:
             with self._shared.session.workspace.capturing():
                 captured.run(self._shared.lanes.exclusive())
-        except NotWarm:
+        except NeedsEagerCall:
             self._forget_graphs()
             return
         except (KeyboardInterrupt, SystemExit):  # a second Ctrl-C does not wait

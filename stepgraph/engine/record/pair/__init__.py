@@ -1,1 +1,1 @@
-"""The pair room records one forward and its backward as graphs, and replays them under autograd."""
+"""Record one forward and its backward as graphs, and replay them under autograd."""

@@ -18,7 +18,7 @@ import torch
 
 from stepgraph.core.errors import CaptureError
 from stepgraph.core.tree import flatten
-from stepgraph.engine.call.proof import NotWarm, Shown, judge, next_audit, tell_other_path, varying_operations
+from stepgraph.engine.call.proof import NeedsEagerCall, Shown, judge, next_audit, tell_other_path, varying_operations
 from stepgraph.engine.observe.module_attributes import ModuleAttributes
 from stepgraph.engine.observe.output import Output
 from stepgraph.engine.oplog import Log, OpLog, Roles, Vocabulary, first_difference, noting_unseen
@@ -96,8 +96,8 @@ class EagerProof:
         self._logs: list[Log] = []
         self._surprises = 0
         self.shown = Shown.NOT
-        self.wavers: CaptureError | None = None
-        """The error for eager calls of one round that differ."""
+        self.varying_error: CaptureError | None = None
+        """Error if eager calls within one round ran different operations."""
 
     def add(self, log: Log) -> None:
         """Add the log of an eager call."""
@@ -119,7 +119,7 @@ class EagerProof:
     ) -> None:
         """Compare a recording with the eager call that it stands for.
 
-        Raise `NotWarm` if another eager call is needed, and an error if eager calls differ among themselves.
+        Raise `NeedsEagerCall` if another eager call is needed, and an error if eager calls differ among themselves.
         """
         if eager is None:
             self.shown, self._surprises = Shown.NOT, 0
@@ -130,7 +130,7 @@ class EagerProof:
             self.shown, self._surprises = Shown.EQUAL, 0
             return
         if self._surprises == 1 or (verdict.between is not None and self._surprises <= _MAX_SURPRISES):
-            raise NotWarm
+            raise NeedsEagerCall
         if verdict.between is not None:
             raise varying_operations(name, verdict.between, whose)
         tell_other_path(name, verdict.found, whose, strict=strict)

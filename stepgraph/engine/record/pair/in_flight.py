@@ -117,8 +117,8 @@ class InFlightCall:
             if several:
                 if not runner.edges.adds_at_once:
                     recorded.accumulated.begin_sum(without=passed)
-                if runner.edges.keeps_casts and runner.tell_several is not None:
-                    runner.tell_several()
+                if runner.edges.keeps_casts and runner.on_shared_backward is not None:
+                    runner.on_shared_backward()
         recorded.grads_in.load(grads)
         share = recorded.accumulated.separate(passed) if passed else None
         if recorded.rewinds:

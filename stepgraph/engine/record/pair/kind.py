@@ -15,10 +15,11 @@ import torch
 
 from stepgraph.core.errors import CaptureError
 from stepgraph.core.executed_code import ExecutedCode
+from stepgraph.core.plain_values import is_compared_by_value
 from stepgraph.core.tree import Structure, paths
 from stepgraph.core.wording import counted
 from stepgraph.engine.call.proof import Shown
-from stepgraph.engine.guards.signature import Signature, is_plain
+from stepgraph.engine.guards.signature import Signature
 from stepgraph.engine.memory.outputs import StaticOutputs, another_leaf
 from stepgraph.engine.observe.eager_call import Obstacle
 from stepgraph.engine.record.pair.eager_proof import EagerProof
@@ -51,7 +52,7 @@ class CallKind:
             what = "the structure of its result changes from call to call"
             return Obstacle("varying-output", what, whose="module").error(name)
         for path, one, two in zip(paths(now[0], "result"), before[1], now[1], strict=True):
-            if one is not two and (not is_plain(one) or one != two):
+            if one is not two and (not is_compared_by_value(one) or one != two):
                 is_leaf = isinstance(one, weakref.ref) and isinstance(two, weakref.ref)
                 what = f"{path} was {one!r}, then {two!r}"
                 varies = another_leaf() if is_leaf else Obstacle("varying-output", what, whose="module").error(name)

@@ -130,7 +130,7 @@ def record_input_part(
     backward = pair.keep(runner, metas, autocast, recording, boundary)
     runner.edges = dataclasses.replace(
         runner.edges, outside=(), bound=(), inside={}
-    )  # not even None comes to them in this part
+    )  # autograd must not pass them a gradient in the I part, not even None
     return InputPart(backward, notes, weights[0], tuple(inside), late)
 
 

@@ -323,7 +323,8 @@ class Backwards(dict[tuple[Any, ...], BackwardGraph]):
     def make_usual(self, backward: BackwardGraph, grads: Grads, around: tuple[Hashable, ...]) -> None:
         """Let the next backward, if it looks like this one, be found without a look-up."""
         tensors = [grad for grad in grads if grad is not None]
-        if len(tensors) == len(grads) and around[:2] == (False, False):  # a look tells autocast, not its dtype
+        # the fast check sees that autocast is on, not its dtype
+        if len(tensors) == len(grads) and around[:2] == (False, False):
             if backward.geometry is None:
                 backward.geometry = geometry_check(tensors, tensors[0].device.type)
             self.usual, backward.fork = backward, self.random.active
@@ -349,8 +350,8 @@ class Runner:
         self.order: ReplayOrder | None = None
         self.state = RunnerState.FWD_READY
         self.forwards = self.backward_runs = 0
-        self.tell_several: Callable[[], None] | None = None
-        """Called if one backward reaches it and another call of its module, and eager may share casts."""
+        self.on_shared_backward: Callable[[], None] | None = None
+        """Called when one backward reaches several calls of the module and autocast may share their casts."""
         self._notes_origin = forward.recording.graph.random.reads or bool(forward.recording.segment.states)
         self.held_up: set[int] = set()
         """Runners, by id, that could not run because results of this one were held."""

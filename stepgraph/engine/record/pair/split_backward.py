@@ -193,7 +193,7 @@ def _computes_everything(node: Any) -> bool:
 def _grad(
     roots: Sequence[tuple[Edge, torch.Tensor | None]], asked: Sequence[Edge], *, retain_graph: bool
 ) -> dict[Edge, torch.Tensor | None]:
-    """Gradients of edges from those of others; None for one that is not reached."""
+    """Compute the gradients of the edges `asked` from those of `roots`. An edge that is not reached gets None."""
     asked = list(dict.fromkeys(asked))
     given = [(edge, grad) for edge, grad in roots if grad is not None]
     if not asked or not given:

@@ -1,1 +1,1 @@
-"""What joins the engines: a step whose capture fails goes on with graphs for its modules."""
+"""After a failed capture a step goes on with graphs for its modules. Loaded when a capture fails."""

@@ -82,7 +82,6 @@ class ModuleFallback:
             safe_hooks=options.safe_hooks,
             audit=options.audit,
         )
-        self.is_begun = False
         self._stage = Stage.FIRST
         self._observation: _Observation | None = None
         self._partition = Partition()
@@ -92,7 +91,6 @@ class ModuleFallback:
 
     def begin(self) -> str:
         """Begin, after a failed capture. Return how the step goes on."""
-        self.is_begun = True
         if self._stage is Stage.EAGER:
             return "in eager, since none of its modules can be captured"
         return "with graphs for those of its modules that can be captured"
@@ -192,15 +190,12 @@ class ModuleFallback:
             stage=self._stage.value,
         )
 
-    def reset(self) -> None:
-        """Free the graphs of modules. After the next failed capture there is another search."""
+    def close(self) -> None:
+        """Free the graphs of modules."""
         if self._observation is not None:
             self._observation.step.close()
         if self._shared is not None:
             self._shared.close()
-        self.is_begun, self._stage = False, Stage.FIRST
-        self._observation, self._shared, self._partition = None, None, Partition()
-        self._graphs, self._paths = [], frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

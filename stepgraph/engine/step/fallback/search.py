@@ -64,7 +64,7 @@ class Partition:
     trials: int = 0
 
     def causes(self) -> dict[str, str]:
-        """The refused modules that are a cause: not those that only contain one, nor those that are never called."""
+        """Modules refused for something they do themselves, without those that only contain one or are never called."""
         return {p: why for p, why in self.refused.items() if why != NOT_CALLED and not why.startswith(_CONTAINS)}
 
     def scope(self) -> list[str]:

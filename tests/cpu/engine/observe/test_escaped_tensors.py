@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from stepgraph.engine.observe.escaped_tensors import is_newborn, kept_tensor, setting_apart
+from stepgraph.engine.observe.escaped_tensors import is_newborn, kept_tensor, tracking_new_objects
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_search_in_another_thread_does_not_count_as_a_holder() -> None:
         assert ended.wait(10)
         return []
 
-    with ThreadPoolExecutor(1) as other, setting_apart():
+    with ThreadPoolExecutor(1) as other, tracking_new_objects():
         tensor = torch.full((1,), 1234.5)
 
         def recorded(found: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -49,7 +49,7 @@ def test_search_in_another_thread_does_not_count_as_a_holder() -> None:
 
 def test_new_tuple_that_holds_a_tensor_is_no_place() -> None:
     """It is what remains of the call, as any container that was made in it."""
-    with setting_apart():
+    with tracking_new_objects():
         held = (torch.full((1,), 1234.5),)
         place = kept_tensor([], lambda found: [new for new in found if new.tolist() == [1234.5]], kept_tensor)
     assert held[0].item() == 1234.5

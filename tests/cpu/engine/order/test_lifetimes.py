@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.cpu.order.drawn import Drawn, clashes, most_live, orders, spans
 
 from stepgraph import InvalidArgument
 from stepgraph.engine.order import (
@@ -23,6 +22,7 @@ from stepgraph.engine.order import (
     plan_buffers,
     samples_of,
 )
+from tests.cpu.engine.order.drawn import Drawn, clashes, most_live, orders, spans
 
 TWENTY = "1 1 1 2 2 2 -2 1 -2 1 -2 2 -1 2 -1 -1 -2 -2 -1 -1"
 SIXTEEN = "1 1 2 2 1 -2 1 -2 2 -1 2 -1 -2 -2 -1 -1"

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.cpu.order.drawn import Drawn, clashes, most_live, spans
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -24,6 +23,7 @@ from stepgraph.engine.order import (
     plan_buffers,
     read_order,
 )
+from tests.cpu.engine.order.drawn import Drawn, clashes, most_live, spans
 from tests.pipeline import SCHEDULES, actions_of, make_schedule, recorded_step
 
 MULTI = [name for name, form in SCHEDULES.items() if form.stages > 1]

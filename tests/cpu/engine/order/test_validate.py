@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.cpu.order.drawn import Drawn, orders
 
 from stepgraph import InvalidArgument
 from stepgraph.engine.order import Entry, Kind, Order, count_microbatches, read_order, validate_order
+from tests.cpu.engine.order.drawn import Drawn, orders
 
 NAN, INFINITY = float("nan"), float("inf")
 MALFORMED: list[tuple[list[Any], int, str, str]] = [

@@ -26,8 +26,8 @@ CFG = ConfigContainer()
 SECTIONS = {section.name: [field.name for field in fields(getattr(CFG, section.name))] for section in fields(CFG)}
 FIELDS = [f"{section}.{name}" for section, names in SECTIONS.items() for name in names]
 READERS = [
-    *(path for path in (ROOT / "train").glob("*.py") if path.name not in ("settings.py", "__init__.py")),
-    ROOT / "recipes" / "build.py",
+    *(path for path in (ROOT / "lab" / "train").glob("*.py") if path.name not in ("settings.py", "__init__.py")),
+    ROOT / "lab" / "recipes" / "build.py",
 ]
 PARAMETERS = {"model": "model", "model_config": "model", "logger": "logger"}
 """Names of parameters that are a section."""

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.cpu.backends.tape.recording import record, refused
 from torch.nn.parallel import DistributedDataParallel
 
 import stepgraph
 from stepgraph.engine.backends.tape.mode import TapeBackend
+from tests.cpu.engine.backends.tape.recording import record, refused
 
 
 @pytest.fixture(autouse=True)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.cpu.backends.tape.recording import record, refused, same_bits
 
 from stepgraph.core.errors import CaptureRefused
 from stepgraph.engine.backends.tape.mode import TapeBackend
+from tests.cpu.engine.backends.tape.recording import record, refused, same_bits
 from tests.harness import operators_of
 
 VALUES = [torch.tensor([3.0, 1.0, 4.0, 1.0, 5.0, 9.0]), torch.tensor([2.0, 7.0, 1.0, 8.0, 2.0, 8.0])]

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.cpu.backends.tape.recording import record, same_bits
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from stepgraph.core.errors import CaptureRefused, StaleMemoryError
 from stepgraph.engine.backends.tape.mode import TapeBackend, TapeWorkspace
+from tests.cpu.engine.backends.tape.recording import record, same_bits
 from tests.processes import run_to_end
 
 ROOT = Path(__file__).parents[5]
@@ -828,7 +828,7 @@ def test_resized_storage_is_refused_and_has_its_size_and_bytes(
 SHRINKING = """
 import torch
 from stepgraph.engine.backends.tape.mode import TapeBackend
-from tests.cpu.backends.tape.recording import record
+from tests.cpu.engine.backends.tape.recording import record
 
 kept = torch.arange(1024.0)
 unseen = torch.UntypedStorage.__base__.resize_  # as C++ code resizes it: the patch is on UntypedStorage

@@ -1,0 +1,1 @@
+"""What trains and measures: reference models, recipes, the training loop, benchmarks."""

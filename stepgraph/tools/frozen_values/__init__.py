@@ -1,0 +1,1 @@
+"""Which numbers a graph has baked in: it is recorded again with one value moved, and the two logs are compared."""
