@@ -16,10 +16,10 @@ TORCH = Path(torch.__file__).parent
 
 
 def test_engine_is_the_package_without_models_and_benchmarks() -> None:
-    assert is_engine(str(PACKAGE / "capture" / "iteration.py"))
-    assert is_engine(str(PACKAGE / "errors.py"))
-    assert not is_engine(str(PACKAGE / "models" / "gpt.py"))
-    assert not is_engine(str(PACKAGE / "bench" / "demo.py"))
+    assert is_engine(str(PACKAGE / "engine" / "step" / "record.py"))
+    assert is_engine(str(PACKAGE / "core" / "errors.py"))
+    assert not is_engine(str(PACKAGE / "lab" / "models" / "gpt.py"))
+    assert not is_engine(str(PACKAGE / "lab" / "bench" / "demo.py"))
     assert not is_engine(__file__)
 
 
@@ -30,9 +30,9 @@ def test_engine_is_recognised_by_its_whole_path() -> None:
 
 def test_user_is_neither_torch_nor_engine_nor_generated() -> None:
     assert is_user(__file__)
-    assert is_user(str(PACKAGE / "models" / "gpt.py"))
+    assert is_user(str(PACKAGE / "lab" / "models" / "gpt.py"))
     assert not is_user(str(TORCH / "nn" / "functional.py"))
-    assert not is_user(str(PACKAGE / "backends" / "tape.py"))
+    assert not is_user(str(PACKAGE / "engine" / "backends" / "tape" / "mode.py"))
     assert not is_user("<string>")
     assert not is_user("/usr/lib/python3.11/contextlib.py")
 
