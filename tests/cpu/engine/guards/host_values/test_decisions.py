@@ -232,6 +232,25 @@ def test_answers_add_up() -> None:
     assert wrong == [5, 7, 9, 11]
 
 
+def test_answers_keep_values_that_a_later_trace_leaves_out() -> None:
+    """A value that is not traced any more counts as it was when the later answers were given."""
+    holder = types.SimpleNamespace(n=3, m=1)
+    answers = Answers()
+    with Trace([place_of(holder, "n"), place_of(holder, "m")]) as first:
+        assert holder.n > 2
+        assert holder.m < 2
+    answers.agree(first.decisions(), lambda place: {"n": 3, "m": 1}[place.key])
+    holder.n, holder.m = 1, 5
+    with Trace([place_of(holder, "m")]) as second:
+        assert not holder.m < 2
+    answers.agree(second.decisions(), lambda place: {"n": 1, "m": 5}[place.key])
+    outcomes = {}
+    for values in ((4, 1), (1, 7), (2, 5), (4, 5)):
+        holder.n, holder.m = values
+        outcomes[values] = answers.hold()
+    assert outcomes == {(4, 1): True, (1, 7): True, (2, 5): False, (4, 5): False}
+
+
 def test_answers_hold_only_with_the_other_values_as_they_were() -> None:
     """A value that is traced later counts as it was when the earlier answers were given."""
     holder = types.SimpleNamespace(n=3, m=1)
