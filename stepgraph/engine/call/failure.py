@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from stepgraph.core.catalogue import Entry, entry, lookup
 from stepgraph.core.errors import CaptureError, CaptureRefused, Location, StepgraphError, refusal_in
-from stepgraph.core.frames import error_location, torch_function
+from stepgraph.core.frames import error_location, is_users, torch_function
 from stepgraph.engine.backends import Backend
 
 _READS = re.compile(r"\.(tolist|item|cpu|numpy)\(|\.to\(\s*(device\s*=\s*)?[\"']cpu")
@@ -51,6 +51,15 @@ def capture_error(step: str, error: Exception, backend: Backend) -> StepgraphErr
         fix="see the original error above"
         + ("." if backend.name == "tape" else "; run the step with backend='tape' on CPU tensors to find the line."),
     )
+
+
+def is_programs_own(error: Exception) -> bool:
+    """Whether code around the step may expect an exception: its class is the program's or a library's.
+
+    One that stands for another error may come from the capture.
+    """
+    is_first = error.__cause__ is None and error.__context__ is None
+    return is_first and is_users(type(error)) and not isinstance(error, StepgraphError | CaptureRefused)
 
 
 def cause_of(raised: StepgraphError, error: Exception) -> Exception | None:

@@ -27,7 +27,7 @@ from stepgraph.core.tracebacks import entry_point, trim
 from stepgraph.core.tree import CallFlattener, Structure, flatten
 from stepgraph.engine.backends import Backend
 from stepgraph.engine.call.backend_choice import choose_backend, refuse_other_devices
-from stepgraph.engine.call.failure import capture_error, cause_of
+from stepgraph.engine.call.failure import capture_error, cause_of, is_programs_own
 from stepgraph.engine.call.interrupt import interrupts_held
 from stepgraph.engine.call.messages import (
     keeps_changing,
@@ -579,6 +579,8 @@ class CapturedStep(Generic[P, R]):
 
         `has_parts`: modules of the step may get graphs under `on_error="modules"`.
         """
+        if is_programs_own(error):
+            return self._call_as_eager(site, error, given)
         raised = capture_error(self._name, error, self._session.backend)
         is_harmless = raised.rule in _HARMLESS and not self._options.strict
         if not self._options.goes_on_eagerly and not is_harmless:
@@ -586,6 +588,14 @@ class CapturedStep(Generic[P, R]):
         site.obstacle = f"capture failed: [{raised.rule}]"
         warn_user(f"{raised}\nThe step goes on {self._begin_fallback() if has_parts else 'in eager'}.")
         return self._eager(site, site.obstacle, given)
+
+    def _call_as_eager(self, site: Site, error: Exception, given: CallArgs) -> Any:
+        """Make the call eagerly, after the step raised an exception of the program's own: the program may expect it."""
+        self._counts.eager_reasons[f"the step raised {type(error).__name__}"] += 1
+        result = self._run_eagerly(site, given)
+        site.obstacle = "capture failed: [step-raised]"  # eager raises nothing: the code asks whether it is captured
+        warn_user(f"{capture_error(self._name, error, self._session.backend)}\nThe step goes on in eager.")
+        return result
 
     def _begin_fallback(self) -> str:
         """Make what the step goes on with, where it is wanted. Return how the step goes on."""
