@@ -154,6 +154,8 @@ class ExecutedCode:
         """By id; kept, so that no other code takes the id of one."""
         self._operators: dict[types.CodeType, dict[str, Any]] = {}
         """Those that torch has called for an operator, with their globals."""
+        self._of_collector: frozenset[types.CodeType] = frozenset()
+        """Callbacks of the garbage collector. Python runs them at any moment, whatever the code does."""
         self._is_whole = True
         self._is_elsewhere = False
         self._names, self._num_read = Names(), 0
@@ -203,6 +205,7 @@ class ExecutedCode:
 
         Where Python has events for it (3.12), each piece of code is reported once, whichever thread runs it.
         """
+        self._of_collector = frozenset(one.__code__ for callback in gc.callbacks for one in functions_behind(callback))
         events = getattr(sys, "monitoring", None)
         tool = next((tool for tool in (3, 4) if events.get_tool(tool) is None), None) if events is not None else None
         if tool is not None:
@@ -265,7 +268,7 @@ class ExecutedCode:
             self._see(frame.f_code, frame)
 
     def _see(self, code: types.CodeType, frame: types.FrameType) -> None:
-        if id(code) not in self._codes:
+        if id(code) not in self._codes and code not in self._of_collector:
             self._codes[id(code)] = code
             if is_users_code(code) and code.co_name not in MAKING and is_called_for_an_operator(frame):
                 self._operators[code] = frame.f_globals

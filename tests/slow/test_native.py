@@ -26,13 +26,12 @@ from tests.forked import NONE
 
 ROOT = Path(__file__).parents[2]
 SUITES = [
-    "tests/cpu/step",
-    "tests/cpu/modules",
-    "tests/cpu/pair",
-    "tests/cpu/session",
-    "tests/cpu/guards",
-    "tests/cpu/values",
-    "tests/cpu/native",
+    "tests/cpu/engine/step",
+    "tests/cpu/engine/parts/modules",
+    "tests/cpu/engine/record/pair",
+    "tests/cpu/engine/call",
+    "tests/cpu/engine/guards",
+    "tests/cpu/engine/backends/native",
     "tests/contract/test_guards.py",
     "tests/contract/test_model_changes.py",
 ]

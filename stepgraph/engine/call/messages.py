@@ -11,6 +11,7 @@ import torch
 
 from stepgraph.core.errors import CaptureError, InvalidArgument, SignatureMismatch, StateChanged, nearest
 from stepgraph.core.frames import warn_user
+from stepgraph.core.wording import counted
 from stepgraph.engine.guards.protocol import Change
 from stepgraph.engine.guards.signature import Difference, Signature, find_differences
 from stepgraph.engine.observe.eager_call import to_ignore
@@ -58,25 +59,25 @@ def warn_operations_changed(
     stays_eager: bool,
     pause: int = 0,
     whose: str = "step",
-    counted: str = "calls",
+    names: str = "calls",
 ) -> None:
     """Warn that an audit found other operations: those that the step, or a module, would run now.
 
-    `stays_eager`: for good, or for `pause` calls.
+    `stays_eager`: for good, or for `pause` calls. `names` are what is counted.
     """
     eager = _paused(pause) if pause else "Calls like this one stay eager from now on."
     outcome = eager if stays_eager else f"The {whose} is captured again."
     if changes:
-        names = [change.name for change in changes]
+        ignored = to_ignore([change.name for change in changes])
         warn_user(
             f"{step}: a value that the {whose} reads has changed since capture   [host-value]\n  "
             + "\n  ".join(map(str, changes))
-            + f"\n  at {found}\n{outcome}\nFix: {PASS_IT}, or, if nothing depends on it, {to_ignore(names)}."
+            + f"\n  at {found}\n{outcome}\nFix: {PASS_IT}, or, if nothing depends on it, {ignored}."
         )
     else:
         warn_user(
             f"{step}: the operations of the {whose} have changed since capture   [changed-operations]"
-            f"\n  {found}\n{outcome} Since the last comparison {replays} {counted} may have replayed the old "
+            f"\n  {found}\n{outcome} Since the last comparison {counted(replays, names)} may have replayed the old "
             "operations.\nWhy: a replay runs no Python. A value that the code reads has changed, and the watch cannot "
             f"see it (docs/equality.md).\nFix: {PASS_IT}, or keep it where the code of the {whose} can name it."
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 import types
 from typing import Any
 
@@ -44,6 +46,27 @@ def test_code_that_ran_is_known_and_other_code_is_not() -> None:
     assert ran.is_known
     assert runs.__code__ in ran
     assert rests.__code__ not in ran
+
+
+def test_callback_of_the_collector_is_not_the_steps_code() -> None:
+    """Python calls it at any moment; what it keeps, such as the time of the last collection, changes all the time."""
+    ran_at: list[float] = []
+
+    def timed(phase: str, info: dict[str, int]) -> None:
+        ran_at.append(time.perf_counter())
+
+    def step(x: float) -> float:
+        gc.collect(0)
+        return x
+
+    gc.callbacks.append(timed)
+    try:
+        ran = noted(step)
+    finally:
+        gc.callbacks.remove(timed)
+    assert len(ran_at) == 2
+    assert step.__code__ in ran
+    assert timed.__code__ not in ran
 
 
 def test_nothing_is_known_before_a_call() -> None:

@@ -110,7 +110,7 @@ class ModuleSession(PairSession):
                 *(target.name, found.difference, found.changes, since),
                 stays_eager=bool(often),
                 whose="module",
-                counted="rounds",
+                names="rounds",
             )
         return False
 

@@ -209,7 +209,7 @@ class GraphedStages:
                     *(manager.target.name, changed.difference, changed.changes, turns.since),
                     stays_eager=stays_eager,
                     whose="stage",
-                    counted="steps",
+                    names="steps",
                 )
 
     def _reason_against_replay(self) -> str | None:
