@@ -143,6 +143,6 @@ def test_installed_public_name_imports_torch_quietly(installed: Path, tmp_path: 
         "ours = [entry for entry in warnings.filters if entry[1] is not None and 'NumPy' in entry[1].pattern]\n"
         "print('torch' in sys.modules, ours)\n"
     )
-    for use in ("stepgraph.capture", "import stepgraph.core.tree", "from stepgraph.lab.train import pretrain"):
+    for use in ("stepgraph.capture", "stepgraph.tree_map", "from stepgraph.lab.train import pretrain"):
         done = _run([str(installed / "python"), "-c", program.format(use=use)], tmp_path)
         assert (done.stdout, done.stderr) == ("True []\n", ""), use
