@@ -145,10 +145,11 @@ def test_cached_parametrization_holds_no_memory_of_a_recording(device: torch.dev
                 assert torch.equal(model(x), expected), index
 
 
-def test_lru_cache_that_a_recording_fills_is_emptied_or_named(device: torch.device) -> None:
+@pytest.mark.parametrize("maxsize", [None, 2], ids=["unbounded", "bounded"])
+def test_lru_cache_that_a_recording_fills_keeps_older_results(maxsize: int | None, device: torch.device) -> None:
     flag = types.SimpleNamespace(on=False)
 
-    @functools.lru_cache
+    @functools.lru_cache(maxsize=maxsize)
     def mask(key: int) -> torch.Tensor:
         return torch.arange(4.0, device=device) + key
 
@@ -156,10 +157,12 @@ def test_lru_cache_that_a_recording_fills_is_emptied_or_named(device: torch.devi
     def step(x: torch.Tensor) -> torch.Tensor:
         return x * mask(1) if flag.on is True else x * 2
 
-    x = torch.ones(4, device=device)
+    x, older = torch.ones(4, device=device), mask(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", stepgraph.StepgraphWarning)
         for index in range(CALLS):
             flag.on = index >= CHANGE
             assert torch.equal(step(x), x * (torch.arange(4.0, device=device) + 1) if flag.on else x * 2)
-    assert torch.equal(mask(1), torch.arange(4.0, device=device) + 1)
+    assert mask(0) is older
+    for key in (1, 2, 3, 4, 1):  # a bounded cache also drops results that were taken back
+        assert torch.equal(mask(key), torch.arange(4.0, device=device) + key)

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch.nn.utils import parametrize
 
-from stepgraph.core.errors import CaptureError
-from stepgraph.core.plain_values import attributes_of, items_of, results_of
+from stepgraph.core.plain_values import attributes_of, items_of, kept_by, results_of
 from stepgraph.engine.guards.host_values.parts import Place, attribute_of
 from stepgraph.engine.observe.finder import Found
 from stepgraph.engine.observe.holdings import Kept, kept_as_it_is
@@ -57,21 +56,17 @@ class ContainersBefore:
 
 
 class CacheBefore(Kept):
-    """The results of a function with `functools.lru_cache`. They cannot be put back, only all be forgotten."""
+    """The results of a function with `functools.lru_cache`, in the dictionary that the cache looks them up in."""
 
     def __init__(self, cache: Any) -> None:
-        self._cache, self._before = cache, results_of(cache)
+        self._results = kept_by(cache)
+        self._keys = list(self._results)
 
     def restore(self) -> None:
-        """Forget the results, if there were none before."""
-        if any(True for _ in _tensors_in(self._before, _DEPTH)):
-            raise CaptureError(
-                f"a recording has put a tensor into the cache of {self._cache.__qualname__}()",
-                rule="kept-tensor",
-                why="its bytes were not computed, and an entry of functools.lru_cache cannot be taken out again.",
-                fix="call the function with these arguments before the step.",
-            )
-        self._cache.cache_clear()
+        """Forget the newer results. Clearing the cache would lose the older ones, which may be state."""
+        before = set(map(id, self._keys))
+        for key in [key for key in self._results if id(key) not in before]:
+            del self._results[key]
 
 
 def _values_in(container: Any) -> list[Any]:
